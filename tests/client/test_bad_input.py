@@ -92,10 +92,10 @@ def test_without_a_service_tune_says_so_and_gives_up(tula: Tula, tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--stop-command", "scancel '{launch_id}"], "--stop-command cannot be used: no closing quotation"),
+        (["--stop-command", "scancel '{launch_id}"], "--stop-command is invalid: no closing quotation"),
         (
             ["--stop-command", "scancel {job}"],
-            "cannot be used: the command holds the unknown placeholder",
+            "is invalid: the command contains the unknown placeholder",
         ),
         (["--stop-command", ""], "--stop-command cannot be used"),
         (["--work-dir", __file__], "cannot be used (Not a directory): give another --work-dir"),
@@ -146,7 +146,10 @@ def test_an_option_to_vary_that_the_job_lacks_is_one_sentence(tula: Tula, tmp_pa
     ("words", "named"),
     [
         (("tune", "job.toml", "python", "train.py", "--bs", "8"), "put -- before your launch command"),
-        (("jobs", "edit", "any", "--deadline", "2h"), "'2h' is not a number of seconds: two hours are 7200"),
+        (
+            ("jobs", "edit", "any", "--deadline", "2h"),
+            "'2h' is not a number of seconds: for example, write two hours as 7200",
+        ),
         (("--url", "127.0.0.1:8393", "jobs", "list"), "url: '127.0.0.1:8393' is not an HTTP address"),
         (
             ("serve", "--database", "/nonexistent/x.db"),
@@ -172,4 +175,4 @@ def test_ctrl_c_says_that_the_same_command_continues(tula: Tula, monkeypatch: py
 def test_fresh_and_reconfigure_exclude_each_other(tula: Tula) -> None:
     code, _, err = tula("run", "any", "--fresh", "--reconfigure", "--", "true")
     assert code == 2
-    assert "exclude each other" in err
+    assert "mutually exclusive" in err

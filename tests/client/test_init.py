@@ -97,7 +97,7 @@ def test_devices_that_are_hidden_do_not_count(capfd: Out, machine: Path, monkeyp
 def test_an_existing_file_is_kept(capfd: Out) -> None:
     Path("job.toml").write_text("mine")
     assert run(["init", "--", "train.py", "--batch-size", "8"]) == 2
-    assert "job.toml exists" in capfd.readouterr().err
+    assert "job.toml already exists" in capfd.readouterr().err
     assert Path("job.toml").read_text() == "mine"
     assert run(["init", "--json", "--output", "other.toml", "--", "train.py", "--batch-size", "8"]) == 0
     answer = json.loads(capfd.readouterr().out)
@@ -114,5 +114,5 @@ def test_a_command_without_a_batch_is_refused_before_anything_is_written(capfd: 
 def test_a_batch_of_any_usual_spelling_is_found_and_may_be_that_of_all_ranks(capfd: Out, option: str) -> None:
     written(capfd, "torchrun", "--nproc-per-node=4", "train.py", option, "8")
     text = Path("job.toml").read_text()
-    assert "that of all ranks together, write {global_batch_size} there instead" in text
+    assert "the total over all ranks, write {global_batch_size} in the command" in text
     assert "# max_nodes = 4\n# ranks_per_node = 1\n" in text

@@ -167,7 +167,9 @@ def test_a_launch_needs_allow_runs_and_a_confirmation_and_is_stopped_as_by_ctrl_
         async with connect(served(address, "--allow-runs", spec, "--", *command, folder=tmp_path)) as agent:
             ask = answers(agent)
             refused = await ask("launch", action="run")
-            assert refused == {"refused": "run starts paid work: ask the user, then call again with confirmed true"}
+            assert refused == {
+                "refused": "run costs money: ask the user for consent, then call again with confirmed true"
+            }
             assert await ask("launch", action="status") == {"state": "none"}
             state = await ask("launch", action="tune", confirmed=True)
             again = await ask("launch", action="tune", confirmed=True)
@@ -269,9 +271,9 @@ def test_over_http_only_this_machine_asks_and_only_with_the_servers_own_token(ad
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--allow-runs", "job.toml"], "belong together: give both, or neither"),
-        (["--", "python", "train.py"], "belong together: give both, or neither"),
-        (["--http", "8765", "--allow-runs", "job.toml", "--", "python"], "exclude each other"),
+        (["--allow-runs", "job.toml"], "give both or neither"),
+        (["--", "python", "train.py"], "give both or neither"),
+        (["--http", "8765", "--allow-runs", "job.toml", "--", "python"], "mutually exclusive"),
         (["--allow-runs", "no.toml", "--", "python"], "no.toml cannot be read"),
     ],
 )

@@ -64,11 +64,11 @@ def test_runs_come_out_with_parameters_metrics_and_tags(tula: Tula, address: str
 
 def test_a_refused_export_says_why_in_one_sentence(tula: Tula, profiled: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     code, _, err = tula("export", profiled.id, "--to", "mlflow", "--table", "runs")
-    assert (code, "leave out --output and --table" in err) == (2, True)
+    assert (code, "omit --output and --table" in err) == (2, True)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://x")
     code, _, err = tula("export", profiled.id, "--to", "mlflow")
     assert code == 1
-    assert "MLflow refused the runs: " in err
+    assert "the runs could not be written to MLflow: " in err
     assert err.count("\n") == 1
     monkeypatch.setitem(sys.modules, "mlflow", None)
     code, _, err = tula("export", profiled.id, "--to", "mlflow")

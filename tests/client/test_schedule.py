@@ -98,8 +98,8 @@ def test_what_is_missing_is_said_in_one_sentence(tula: Tula, address: str) -> No
     assert (code, out) == (1, "")
     assert re.match(r"tula: No training run has measured .*\n$", err)
     code, _, err = tula("recommend", job, "--for", "lightning")
-    assert (code, err) == (2, "tula: --for and --beta2 belong to a batch schedule: add --schedule\n")
-    for unheard, said in (("--candidates", "leave out --schedule"), ("--for=megatron", "leave out one of them")):
+    assert (code, err) == (2, "tula: --for and --beta2 apply only to a batch schedule: add --schedule\n")
+    for unheard, said in (("--candidates", "mutually exclusive"), ("--for=megatron", "mutually exclusive")):
         code, out, err = tula("recommend", job, "--schedule", "--json", unheard)
         assert (code, out) == (2, "")
         assert said in err

@@ -36,7 +36,7 @@ def test_a_job_that_is_trained_is_not_trained_again_by_the_same_command(
     assert json.loads(out)["trained"] is None
     code, out, _ = tula("tune", path, "--then-run", *where, "--", *command)
     assert code == 0
-    assert "This job is trained already" in out
+    assert "This job has already been trained" in out
     assert not list((tmp_path / "w").rglob("*.log"))
 
 
@@ -89,7 +89,7 @@ def test_a_training_says_what_the_last_one_used_and_can_be_held_to_it(tula: Tula
         ]
         code, out, _ = tula("run", job_id, *command)
         assert code == 0
-        assert f"--configuration {shape} trains with that again" in out.replace("\n", " ")
+        assert f"To use that configuration again, add --configuration {shape}." in out.replace("\n", " ")
         assert client.runs(job_id).runs[0].configuration == answer.chosen.configuration
         code, out, _ = tula("run", job_id, "--configuration", shape, *command)
         assert code == 0

@@ -59,7 +59,7 @@ def test_the_gate_closes_for_a_commit_that_is_a_tenth_slower_and_says_by_how_muc
     assert answer["slower"]["value"] == pytest.approx(0.1, abs=0.05)
     assert re.match(r"This change makes the training \d+\.\d % \[\d+\.\d, \d+\.\d\] slower", answer["sentence"])
     comment = (tula.folder / "c.md").read_text()
-    assert "Slower than the 2 %" in comment
+    assert "Slower by more than the allowed 2 %" in comment
     assert answer["sentence"] in comment
     worktrees = subprocess.run([*GIT, "worktree", "list"], cwd=tula.folder, check=True, capture_output=True, text=True)
     assert worktrees.stdout.count("\n") == 1, "the checkout of the base is gone"
@@ -79,8 +79,11 @@ def test_the_gate_stays_open_for_a_change_that_alters_no_step(tula: Tula) -> Non
     ("words", "said"),
     [
         (["--against=nowhere"], "--against: git rev-parse failed"),
-        (["--against=main"], "--against main is what is checked out, unchanged"),
-        (["--against=before", "--markdown=no/folder/c.md"], "--markdown no/folder/c.md: there is no folder"),
+        (["--against=main"], "--against main is the current revision, without changes"),
+        (
+            ["--against=before", "--markdown=no/folder/c.md"],
+            "--markdown no/folder/c.md: the folder no/folder does not exist",
+        ),
         (["--against=before", "--pairs=2"], "--pairs"),
         (["--against=before", "--configuration=7x7"], "--configuration 7x7: the job has no such configuration"),
     ],

@@ -1,1 +1,1 @@
-"""The `tula` command. No other module of this package imports it."""
+"""The `tula` command; the rest of `tula_client` does not import this sub-package."""

@@ -1,4 +1,7 @@
-"""The `tula` command, with sub-commands of this and other packages; a failure is a sentence and an exit code."""
+"""Builds and runs the `tula` command from the sub-commands of this package and of other packages.
+
+A command that fails prints one sentence and exits with a code from `ExitCode`.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +25,22 @@ from tula_wire.text import printable
 GROUP: Final = "tula.commands"
 EXTRAS: Final = {"tula_service": "service", "tula_agent": "agent"}
 EPILOG: Final = (
-    "Exit codes: 0 done, 1 failed, 2 wrong usage or input, 3 slower (tula gate), 4 not allowed, 5 not found, "
-    "6 service unreachable, 130 interrupted. TULA_URL is the address of the service, TULA_TOKEN the token; without "
-    "them, .env and ~/.config/tula/config.toml are read."
+    "Exit codes: 0 success, 1 failure, 2 wrong usage or input, 3 slower (tula gate), 4 not allowed, 5 not found, "
+    "6 service unreachable, 130 interrupted. TULA_URL sets the service's address and TULA_TOKEN the token; if they are "
+    "unset, tula reads .env and ~/.config/tula/config.toml."
 )
 CONTINUING: Final = frozenset({"tune", "run"})
-"""Commands that continue where they stopped."""
+"""Commands that resume interrupted work when they are repeated."""
 LAUNCHING: Final = CONTINUING | {"gate"}
-"""Commands that take a launch command."""
+"""Commands that expect a launch command after `--`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit."""
+    """Run the command line, then exit with its exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            with suppress(OSError):  # of a pipe that is also open for reading
-                stream.reconfigure(errors="replace")  # a character that the encoding lacks ends no training
+            with suppress(OSError):  # raised for a pipe that is also open for reading
+                stream.reconfigure(errors="replace")  # an unencodable character must not end a training run
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
@@ -60,13 +63,13 @@ def run(arguments: list[str]) -> int:
                 return _fail("stopped", ExitCode.FAILED)
             raise
         return _fail(_usage(error, arguments), ExitCode.USAGE)
-    if result == ExitCode.INTERRUPTED and CONTINUING & set(arguments):  # as typer reports Ctrl-C
+    if result == ExitCode.INTERRUPTED and CONTINUING & set(arguments):  # typer returns this code after Ctrl-C
         return _fail("stopped; repeat the command to continue", ExitCode.INTERRUPTED)
     return result if isinstance(result, int) else ExitCode.OK
 
 
 def _usage(error: Exception, arguments: list[str]) -> str:
-    """Return the message for a command line that the parser rejects, with the command that prints the help."""
+    """Return the message for a command line that the parser rejected; it names the command that prints the help."""
     sentence = str(error.format_message()).strip()  # type: ignore[attr-defined]
     if not sentence:
         return ""
@@ -77,20 +80,23 @@ def _usage(error: Exception, arguments: list[str]) -> str:
 
 
 def _fail(sentence: str, code: int) -> int:
-    """Print the message and return the exit code; the message is empty after the help was printed."""
+    """Print the error message and return the exit code; an empty message prints nothing, as after the help text."""
     if sentence:
         print("\n".join(map(printable, f"tula: {sentence}".split("\n"))), file=sys.stderr)
     return code
 
 
 def build(arguments: Sequence[str] = ()) -> typer.Typer:
-    """Return the complete command; of other packages' sub-commands, import only the one that `arguments` name."""
+    """Return the complete `tula` command.
+
+    Among the sub-commands of other packages, only the one that `arguments` name is imported.
+    """
     app = typer.Typer(
         name="tula",
-        help="How many nodes, and which global batch size?",
+        help="Recommend the number of nodes and the global batch size for a PyTorch training job.",
         epilog=EPILOG,
         no_args_is_help=True,
-        rich_markup_mode="markdown",  # in the default mode [model] and tula[service] are read as styles
+        rich_markup_mode="markdown",  # the default mode would interpret [model] and tula[service] as styles
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
@@ -109,7 +115,7 @@ def build(arguments: Sequence[str] = ()) -> typer.Typer:
     on_jobs = typer.Typer(help="Add, list, show, edit, archive and delete jobs.", no_args_is_help=True)
     _add(on_jobs, jobs.add, jobs.list_, jobs.show, jobs.edit, jobs.archive, jobs.delete)
     app.add_typer(on_jobs, name="jobs")
-    on_scaling = typer.Typer(help="Show and set a job's gradient scaling.", no_args_is_help=True)
+    on_scaling = typer.Typer(help="Show and set a job's gradient-scaling values.", no_args_is_help=True)
     _add(on_scaling, jobs.show_scaling, jobs.set_scaling)
     app.add_typer(on_scaling, name="scaling")
     word = _first_word(arguments)
@@ -124,7 +130,7 @@ def _add(app: typer.Typer, *commands: Callable[..., int | None]) -> None:
 
 
 def plugins() -> dict[str, EntryPoint]:
-    """Return the sub-commands of installed packages, keyed by name; each resolves to a function or a `typer.Typer`."""
+    """Return the entry points of installed sub-commands by name; each loads a function or a `typer.Typer`."""
     return {point.name: point for point in entry_points(group=GROUP)}
 
 
@@ -136,13 +142,15 @@ def _print_version(version: bool) -> None:
 
 def _root(
     context: typer.Context,
-    url: Annotated[str, typer.Option("--url", help="The service's address, instead of TULA_URL.", metavar="URL")] = "",
+    url: Annotated[
+        str, typer.Option("--url", help="Use this address of the service instead of TULA_URL.", metavar="URL")
+    ] = "",
     version: Annotated[  # noqa: ARG001 - its callback ends the command
-        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     context.obj = settings = access(url)
-    # This also affects every command that this one starts, since the agent reads only the environment.
+    # The commands that this command starts inherit these variables, since the agent reads only the environment.
     if settings.origin not in ("TULA_URL", "default"):
         os.environ["TULA_URL"] = settings.url
     if settings.token:
@@ -150,7 +158,7 @@ def _root(
 
 
 def _first_word(arguments: Sequence[str]) -> str | None:
-    """Return the name of the sub-command, or None if there is none, so that the help lists all."""
+    """Return the name of the sub-command, or None if the command line names none and the help must list all."""
     rest = iter(arguments)
     for word in rest:
         if word == "--url":
@@ -173,7 +181,7 @@ def _add_plugin(app: typer.Typer, name: str, point: EntryPoint, *, load: bool) -
 
 
 def _unloaded() -> None:
-    """Stand in for a command of another package, which is imported only when it is called."""
+    """Do nothing; a placeholder for a sub-command of another package, which is imported only when it is called."""
 
 
 def _broken(name: str, point: EntryPoint, error: Exception) -> Callable[..., int | None]:

@@ -1,4 +1,4 @@
-"""`tula plot` and `tula export`: charts, tables, and runs written by MLflow's own client to `MLFLOW_TRACKING_URI`."""
+"""`tula plot` and `tula export`, which write charts and tables to files, and runs to an MLflow store."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ _STATUS = {
     "failed": "FAILED",
     "cancelled": "KILLED",
 }
-"""MLflow's words for the states of a run; a run that still waits in the plan is left out."""
+"""Maps the states of a run to MLflow's statuses; pending runs have no status and are not exported."""
 _SERIES = ("step_time_s", "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s")
 _TAG = "tula.run_id"
-_MOST_METRICS = 1000  # in one request of MLflow
+_MOST_METRICS = 1000  # MLflow's limit for one request
 
 Metrics = dict[tuple[Any, Any], Any]
-"""Numbers, or None, by name and step."""
+"""Maps a metric's name and step to its value, which may be None."""
 
 
 def plot(
     job: JobName,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write: .png, .svg or .json (Vega-Lite).")],
     chart: Annotated[
-        str, typer.Option(help="frontier, tradeoff, memory, step_breakdown, options, accuracy or quality.")
+        str, typer.Option(help="One of frontier, tradeoff, memory, step_breakdown, options, accuracy and quality.")
     ] = "tradeoff",
-    quantity: Annotated[Literal["time", "cost"], typer.Option(help="Quantity that the chart tradeoff draws.")] = "time",
+    quantity: Annotated[Literal["time", "cost"], typer.Option(help="Quantity that the tradeoff chart shows.")] = "time",
     as_json: Json = False,
 ) -> None:
     """Draw a chart of a job and write it to a file."""
@@ -54,14 +54,18 @@ def plot(
 
 def export(
     job: JobName,
-    what: Annotated[Table, typer.Option("--table", help="Which table; telemetry is the first rank's.")] = "candidates",
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="File: .csv, .parquet or .json.")] = None,
+    what: Annotated[
+        Table, typer.Option("--table", help="Table to write; telemetry covers only the first rank.")
+    ] = "candidates",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write: .csv, .parquet or .json.")
+    ] = None,
     to: Annotated[
-        Literal["mlflow"] | None, typer.Option(help="Write runs to the store in MLFLOW_TRACKING_URI.")
+        Literal["mlflow"] | None, typer.Option(help="Write runs to the MLflow store that MLFLOW_TRACKING_URI names.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a table of a job (by default as CSV to standard output), or its runs with `--to mlflow`."""
+    """Write a table of a job, by default as CSV to standard output, or export its runs with `--to mlflow`."""
     if to is not None:
         _export_runs(job, what, output, as_json)
         return
@@ -82,7 +86,7 @@ def export(
 
 def _export_runs(job: str, what: Table, output: Path | None, as_json: bool) -> None:
     if output is not None or what != "candidates":
-        raise UsageError("--to mlflow writes the job's runs: leave out --output and --table")
+        raise UsageError("--to mlflow exports the job's runs: omit --output and --table")
     with Client() as client:
         name, count = _write_mlflow(client.handle(job))
     text = f"Wrote {count} run{'s' if count != 1 else ''} to the MLflow experiment {name!r}."
@@ -90,7 +94,7 @@ def _export_runs(job: str, what: Table, output: Path | None, as_json: bool) -> N
 
 
 def _csv(rows: Sequence[Row]) -> str:
-    """Return CSV (RFC 4180) with line feeds only; an empty table has no header."""
+    """Return the rows as CSV (RFC 4180) with LF line endings; without rows there is no header either."""
     text = io.StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.DictWriter(text, names, lineterminator="\n")
@@ -110,10 +114,10 @@ def _parquet(rows: Sequence[Row]) -> bytes:
 
 
 def _write_mlflow(handle: JobHandle) -> tuple[str, int]:
-    """Write every run that has begun; return the experiment's name, which is the job's, and the number of runs.
+    """Write every run that has started to MLflow; return the experiment's name, which is the job's, and the run count.
 
-    Runs that MLflow has from an earlier export are updated. Raises `MissingExtraError` without MLflow, and `TulaError`
-    if MLflow fails.
+    Runs from an earlier export are updated. Raises `MissingExtraError` if MLflow is not installed, and `TulaError` if
+    MLflow fails.
     """
     with needs_extra("an export to MLflow", "mlflow"):
         import mlflow
@@ -132,13 +136,13 @@ def _write_mlflow(handle: JobHandle) -> tuple[str, int]:
                 estimate = getattr(predicted.get(run.configuration), column, None)
                 single[f"predicted_{column}"] = estimate and estimate.value
             _write_run(store, experiment, run, measured[run.id] | {(key, 0): value for key, value in single.items()})
-    except Exception as error:  # from MLflow, its database or the network: whatever its store raises
-        raise TulaError(f"MLflow refused the runs: {' '.join(str(error).split())}") from error
+    except Exception as error:  # MLflow, its database and the network raise many types of exception
+        raise TulaError(f"the runs could not be written to MLflow: {' '.join(str(error).split())}") from error
     return name, len(runs)
 
 
 def _measured(handle: JobHandle) -> defaultdict[str, Metrics]:
-    """Return the measurements and logged values of the first rank of each run, keyed by run."""
+    """Return the measurements and logged values of each run's first rank, by run id."""
     by_run: defaultdict[str, Metrics] = defaultdict(dict)
     for row in handle.rows("samples"):
         if row["rank"] == 0:

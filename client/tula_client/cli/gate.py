@@ -1,4 +1,4 @@
-"""`tula gate`: measures what a change of the code costs in training."""
+"""`tula gate`: measures how a code change affects the speed of training."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ def gate(
         str | None,
         typer.Option(
             metavar="NODESxBATCH",
-            help="Launch this one, as in 2x64 or 2x64,precision=bf16 (default: what the job's recommendation chose, "
-            "else the smallest).",
+            help="Configuration to launch, as in 2x64 or 2x64,precision=bf16 (default: the recommended configuration, "
+            "or the smallest if there is no recommendation).",
         ),
     ] = None,
-    pairs: Annotated[int, typer.Option(min=FEWEST_PAIRS, help="Launches of each revision.")] = 5,
+    pairs: Annotated[int, typer.Option(min=FEWEST_PAIRS, help="Number of launches of each revision.")] = 5,
     threshold: Annotated[
-        float, typer.Option(min=0, metavar="PERCENT", help="Exit with 3 only if steps take longer by more than this.")
+        float, typer.Option(min=0, metavar="PERCENT", help="Exit with code 3 if steps are slower by more than this.")
     ] = 2.0,
     markdown: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write the result as Markdown, for a comment.")
+        Path | None, typer.Option(metavar="FILE", help="Also write the result as Markdown for a pull request comment.")
     ] = None,
     launcher: LauncherName = None,
     stop_command: StopCommand = None,
@@ -72,18 +72,18 @@ def gate(
     time_limit: TimeLimit = 1800.0,
     as_json: Json = False,
 ) -> int:
-    """Measure the same launch on another revision and here, in turn, and print what the change costs in training."""
+    """Compare the training speed of this revision with another one, by launching both alternately."""
     job_spec = load_spec(spec)
     if launcher == "ray":
-        raise UsageError("--launcher ray: Ray runs one folder on its cluster, so it cannot compare two revisions")
+        raise UsageError("--launcher ray cannot compare two revisions, because Ray runs only one folder on its cluster")
     template, stop = checked_templates(command, launcher, stop_command, job_spec)
     if markdown is not None and not markdown.parent.is_dir():
-        raise UsageError(f"--markdown {markdown}: there is no folder {markdown.parent}")
+        raise UsageError(f"--markdown {markdown}: the folder {markdown.parent} does not exist")
     refuse_tracked_paths(command, os.environ)
     commit = resolve_commit(against)
     changed = git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     if changed == commit:
-        raise UsageError(f"--against {against} is what is checked out, unchanged: there is nothing to compare")
+        raise UsageError(f"--against {against} is the current revision, without changes: there is nothing to compare")
     number = secrets.token_hex(3)
     with (
         orderly_end(),
@@ -104,7 +104,7 @@ def gate(
         base, change = sides
         first_guess = client.recommendation(base.job.id).candidates
         chosen = _configuration(configuration, job_spec, earlier, first_guess)
-        reporter.note(f"Launching {in_words(chosen)} {pairs} times on {base.name} and on {change.name}, in turn.")
+        reporter.note(f"Launching {in_words(chosen)} {pairs} times on {base.name} and on {change.name}, alternately.")
         result = slower(*alternate(base, change, chosen, template, pairs))
         peaks = [side.peak_bytes(chosen) for side in sides]
     sentence = _sentence(result, peaks, None if earlier is None else earlier.chosen)
@@ -131,17 +131,17 @@ def _short(revision: str) -> str:
 
 
 def _at_revision(spec: JobSpec, revision: str, number: str) -> JobSpec:
-    """Return a separate job in which to measure one revision, since launches of other code say nothing about it."""
+    """Return the specification of a separate job for one revision, so that measurements of other code cannot mix in."""
     return spec.model_copy(update={"name": f"{spec.name}@{_short(revision)}-{number}"})
 
 
 def _archive(client: Client, job_id: str) -> None:
-    with suppress(TulaError):  # it only keeps lists short
+    with suppress(TulaError):  # archiving only keeps lists of jobs short
         client.archive_job(job_id)
 
 
 def _recommendation(client: Client, spec: JobSpec) -> Recommendation | None:
-    """Return the recommendation for the job with this name, or None if the service has no such job."""
+    """Return the recommendation for the job with this specification's name, or None if no job has that name."""
     try:
         return client.handle(spec.name).recommendation()
     except JobNotFoundError:
@@ -157,18 +157,21 @@ def _configuration(
     if earlier is not None and earlier.chosen is not None:
         return earlier.chosen.configuration
     if not configurations:
-        raise LaunchError("the job has no candidate: see tula recommend")
+        raise LaunchError("the job has no candidate configuration: tula recommend prints the reason")
     return min(configurations, key=lambda candidate: (candidate.num_nodes, candidate.global_batch_size, candidate))
 
 
 def _amounts(share: Estimate, whole: float = 1.0) -> tuple[float, float, float]:
-    """Return the absolute value and ends of an interval that excludes zero, multiplied by `whole`."""
+    """Return the absolute value and interval ends of a share, each multiplied by `whole`.
+
+    The interval must exclude zero.
+    """
     low, high = sorted((abs(whole * share.low), abs(whole * share.high)))
     return abs(whole * share.value), low, high
 
 
 def _sentence(result: Estimate, peaks: list[float | None], chosen: Candidate | None) -> str:
-    """Return a sentence on the change in step time, money and memory, with 95 % intervals."""
+    """Return a sentence on the change in step time, cost and memory, with 95 % intervals."""
     if result.low <= 0.0 <= result.high:
         ends = f"{percent(result.low, signed=True)} and {percent(result.high, signed=True)}"
         said = f"This change makes no difference that these launches can detect: steps take between {ends} longer"
@@ -190,10 +193,10 @@ def _sentence(result: Estimate, peaks: list[float | None], chosen: Candidate | N
 def _write(
     path: Path, sentence: str, configuration: str, base: str, pairs: int, exceeded: bool, threshold: float
 ) -> None:
-    """Write the result for a comment on a pull request. Raises `UsageError` if the file cannot be written."""
-    verdict = f"**Slower than the {threshold:g} % that are allowed.** " if exceeded else ""
+    """Write the result as Markdown for a pull request comment. Raises `UsageError` if the file cannot be written."""
+    verdict = f"**Slower by more than the allowed {threshold:g} %.** " if exceeded else ""
     text = (
-        f"### What this change costs the training\n\n{verdict}{sentence}\n\n"
+        f"### How this change affects training speed\n\n{verdict}{sentence}\n\n"
         f"{pairs} pairs of launches of {configuration}, alternating with {base}; 95 % intervals.\n"
     )
     try:

@@ -1,4 +1,4 @@
-"""`tula init`: writes a job.toml from the command of a script and the devices of this machine."""
+"""`tula init`: writes a job.toml, based on the user's launch command and the devices of this machine."""
 
 from __future__ import annotations
 
@@ -29,22 +29,24 @@ _OPTIONS: Final = {
     "num_nodes": re.compile(r"nnodes|num-machines"),
     "epochs": re.compile(r"(.*\.)?((num-|max-)?epochs|num-train-epochs)"),
 }
-"""Names of options without leading dashes, by the placeholder or setting that they stand for."""
+"""Patterns of option names without leading dashes, by the placeholder or setting whose value the option gives."""
 _QUERY: Final = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 _PLAIN: Final = re.compile(r"[\w@%+=:,./{}-]+", re.ASCII)
 _DEFAULT_BATCH: Final = 64
 _SPAN: Final = 4
-"""The batches to try range from a quarter of the command's batch to four times as large."""
+"""The batches to try range from a quarter to four times the command's batch."""
 
 
 def init(
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="How you start the script today.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write; an existing one is kept.")] = Path(
-        "job.toml"
-    ),
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND...", help="The command that starts your script today.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="File to write; an existing file is not overwritten.")
+    ] = Path("job.toml"),
     as_json: Json = False,
 ) -> None:
-    """Write a job.toml for a script from its command and this machine's devices, and print how to tune it."""
+    """Write a job.toml for a script, based on its command and this machine's devices, and print how to tune the job."""
     template, numbers = _varied(command)
     tune = _tune(output, template)
     text = _document(tune, _script(command), numbers, _devices())
@@ -52,18 +54,18 @@ def init(
         with output.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise UsageError(f"{output} exists: give another file by --output, or remove it") from None
+        raise UsageError(f"{output} already exists: choose another file with --output, or remove it") from None
     except OSError as error:
         raise UsageError(f"{output} cannot be written: {error.strerror or error}") from None
     Template(template).check(load_spec(output))
     plain = {"written": str(output), "command": list(template)}
-    emit(plain, f"Wrote {output}: fill in what its comments ask for, then", as_json)
+    emit(plain, f"Wrote {output}. Fill in the values that its comments mark, then run:", as_json)
     if not as_json:
         print(printable(f"    {tune}"))
 
 
 def _devices() -> list[tuple[str, int]]:
-    """Return the name and memory in bytes of each visible NVIDIA device; empty without a driver."""
+    """Return the name and memory in bytes of each visible NVIDIA device, or an empty list without a driver."""
     try:
         done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -75,7 +77,11 @@ def _devices() -> list[tuple[str, int]]:
 
 
 def _varied(command: Sequence[str]) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return the command as a template, and its numbers by name. Raises `UsageError` if it has no batch size."""
+    """Return the command as a template, and the numbers that placeholders replaced, by name.
+
+    The number of epochs is returned too, but stays in the command. Raises `UsageError` if the command has no batch
+    size.
+    """
     words, values = list(command), dict[str, int]()
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
@@ -93,14 +99,14 @@ def _varied(command: Sequence[str]) -> tuple[tuple[str, ...], dict[str, int]]:
     template = Template(tuple(words))
     if not template.placeholders & {"local_batch_size", "global_batch_size"}:
         raise UsageError(
-            "the command has no batch size: write {local_batch_size} where the script takes it, as in "
+            "the command has no batch size: write {local_batch_size} where the script expects its batch size, as in "
             "`tula init -- torchrun train.py --batch-size {local_batch_size}`"
         )
     return template.words, values
 
 
 def _bare(name: str, equals: str) -> str:
-    """Return an option's name without leading dashes, or an empty string for a word that is not an option."""
+    """Return an option's name without its leading dashes, or an empty string if the word is not an option."""
     dashed = name.startswith("-")
     return name.lstrip("-").replace("_", "-") if dashed or equals else ""
 
@@ -114,20 +120,20 @@ def _script(command: Sequence[str]) -> str:
 
 
 def _document(tune: str, script: str, numbers: dict[str, int], devices: list[tuple[str, int]]) -> str:
-    """Return the content of a job.toml; required values that are unknown have a guess and a comment."""
+    """Return the text of a job.toml, in which each required value that is unknown is a guess with a comment."""
     ranks = len(devices) or numbers.get("ranks_per_node", 1)
     stated = numbers.get("local_batch_size") or numbers.get("global_batch_size", 0) // ranks
     batch = stated or _DEFAULT_BATCH
     name = json.dumps(script, ensure_ascii=False)
-    around = f"around the {batch} of your command" if stated else "FILL IN"
+    around = f"your command has {batch}" if stated else "FILL IN"
     single = []
     if ranks > 1:
         single = [
-            ("# To ask how many of them to use, let each stand for a node, at its share of the machine's price:", ""),
+            ("# To tune how many of these to use, describe each as a node, at its share of the machine's price:", ""),
             (f"# max_nodes = {ranks}", ""),
             ("# ranks_per_node = 1", ""),
         ]
-    device, of_ranks = [], "no NVIDIA device was found: one for each process that this machine runs"
+    device, of_ranks = [], "processes on this machine; no NVIDIA device was found"
     if devices:
         of_ranks = f"{len(devices)} x {devices[0][0]}"
         least = min(memory_bytes for _, memory_bytes in devices)
@@ -137,21 +143,21 @@ def _document(tune: str, script: str, numbers: dict[str, int], devices: list[tup
         (f"epochs = {numbers.get('epochs', 1)}", ""),
         ('objective = "balanced"', f"or {', '.join(get_args(Objective)[1:])}"),
         ("\n[model]", ""),
-        (f"name = {name}", "FILL IN: jobs of one network learn from each other"),
-        ("# parameters = 25_600_000", "tula estimate --write job.toml fills these in"),
+        (f"name = {name}", "FILL IN: jobs with the same network improve each other's predictions"),
+        ("# parameters = 25_600_000", "tula estimate --write job.toml fills in this value"),
         ("\n[dataset]", ""),
-        ("size = 50_000", "FILL IN: examples of an epoch"),
+        ("size = 50_000", "FILL IN: examples per epoch"),
         ("\n[cluster]", ""),
-        ("max_nodes = 1", "more, if the command can start ranks on several nodes"),
+        ("max_nodes = 1", "increase it if the command can start ranks on several nodes"),
         (f"ranks_per_node = {ranks}", of_ranks),
         *single,
         *device,
-        ("# price = { usd_per_node_hour = 3.06 }", "FILL IN to see what a training costs"),
-        ("\n[batch]", "examples of a rank and micro-step"),
-        ("# if the batch of the command is that of all ranks together, write {global_batch_size} there instead", ""),
+        ("# price = { usd_per_node_hour = 3.06 }", "FILL IN to see what training costs"),
+        ("\n[batch]", "examples per rank and micro-step"),
+        ("# If the command's batch size is the total over all ranks, write {global_batch_size} in the command.", ""),
         (f"min_local_batch_size = {max(1, batch // _SPAN)}", ""),
         (f"max_local_batch_size = {batch * _SPAN}", around),
-        ("\n# [options]", "words of the command to try, what runs today first, such as --precision {precision}"),
+        ("\n# [options]", "values to try for placeholders such as --precision {precision}, today's value first"),
         ('# precision = ["fp32", "bf16"]', ""),
         ('# compile = ["off", "on"]', ""),
     ]
@@ -160,6 +166,6 @@ def _document(tune: str, script: str, numbers: dict[str, int], devices: list[tup
 
 
 def _tune(output: Path, template: Sequence[str]) -> str:
-    """Return the shell command to tune with; braces need no quotes, since the shell does not expand them."""
+    """Return the `tula tune` command as shell text; braces need no quotes, since the shell does not expand them."""
     listed = ("tula", "tune", str(output), "--", *template)
     return " ".join(word if _PLAIN.fullmatch(word) else shlex.quote(word) for word in listed)

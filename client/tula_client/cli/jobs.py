@@ -1,4 +1,4 @@
-"""Commands that show and change a job at the service: its runs and events, its recommendation, its scaling."""
+"""Commands that show and change a job on the service, with its runs, events, recommendation and gradient scaling."""
 
 from __future__ import annotations
 
@@ -71,21 +71,23 @@ from tula_wire.format import (
 from tula_wire.text import printable
 
 BASIS = {
-    "prior": "hardware data only; nothing is measured for this job yet",
-    "transfer": "measurements of similar jobs; nothing is measured for this job yet",
+    "prior": "hardware data only; this job has no measurements yet",
+    "transfer": "measurements of similar jobs; this job has no measurements yet",
     "probed": "measurements of this job on one node and a probe of the network",
     "profiled": "measurements of this job",
 }
 
 COLUMNS = (">nodes", ">ranks", ">local", ">global", ">step time (90 %)", ">epoch", ">training", ">cost", ">memory", "")
-Policy = Annotated[ScalingPolicy, typer.Option(help="Policy that the numbers belong to.")]
+Policy = Annotated[ScalingPolicy, typer.Option(help="Gradient-scaling policy to which the values belong.")]
 SETTINGS = ("delta", "small_batch_size", "static_scale", "s_min", "s_max")
 
 
 def add(
     spec: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The job's specification.")], as_json: Json = False
 ) -> None:
-    """Register a job without running it and print its recommendation; the same file finds the same job."""
+    """Register a job without running it, and print its recommendation; repeating this with the same file finds the job
+    again.
+    """
     described = load_spec(spec)
     with Client() as client:
         registered = register(client, described)
@@ -97,10 +99,10 @@ def add(
 
 
 def list_(
-    search: Annotated[str | None, typer.Option(help="Only jobs whose name contains this text.")] = None,
-    state: Annotated[JobState | None, typer.Option(help="Only jobs in this state.")] = None,
+    search: Annotated[str | None, typer.Option(help="List only jobs whose name contains this text.")] = None,
+    state: Annotated[JobState | None, typer.Option(help="List only jobs in this state.")] = None,
     archived: Annotated[bool, typer.Option("--archived", help="Include archived jobs.")] = False,
-    limit: Annotated[int, typer.Option(min=1, max=500, help="Largest number of jobs.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=500, help="Maximum number of jobs to list.")] = 20,
     as_json: Json = False,
 ) -> None:
     """List jobs, newest first."""
@@ -110,7 +112,7 @@ def list_(
 
 
 def show(job: JobName, as_json: Json = False) -> None:
-    """Show a job with its plan, its runs, its recommendation, and predictions with measurements."""
+    """Show a job's plan, runs and recommendation, and compare predictions with measurements."""
     with Client() as client:
         handle = client.handle(job)
         registered, done, ledger = handle.status(), handle.runs(), client.ledger(handle.id)
@@ -122,25 +124,30 @@ def runs(job: JobName, as_json: Json = False) -> None:
     """List the runs of a job, newest first, with measured and predicted step times."""
     with Client() as client:
         listed = client.handle(job).runs()
-    emit(listed, _runs_view(listed) if listed else "No runs. Start them with tula tune SPEC.toml -- COMMAND.", as_json)
+    emit(
+        listed,
+        _runs_view(listed) if listed else "The job has no runs. Start them with tula tune SPEC.toml -- COMMAND.",
+        as_json,
+    )
 
 
 def edit(
     job: JobName,
-    objective: Annotated[Objective | None, typer.Option(help="What to optimize from now on.")] = None,
+    objective: Annotated[Objective | None, typer.Option(help="New objective of the job.")] = None,
     deadline_s: Annotated[
-        float | None, typer.Option("--deadline", parser=seconds, help="Seconds the training may take; 0: any.")
+        float | None,
+        typer.Option("--deadline", parser=seconds, help="Maximum training time in seconds; 0 for no limit."),
     ] = None,
     budget_usd: Annotated[
-        float | None, typer.Option("--budget", min=0, help="US dollars the training may cost; 0: any.")
+        float | None, typer.Option("--budget", min=0, help="Maximum training cost in US dollars; 0 for no limit.")
     ] = None,
     price: Annotated[
         list[str],
-        typer.Option(metavar="USD|TYPE=USD", help="US dollars per node-hour, of one instance type; can be repeated."),
+        typer.Option(metavar="USD|TYPE=USD", help="Price of an instance type in US dollars per node-hour; repeatable."),
     ] = [],  # noqa: B006 - typer copies
     as_json: Json = False,
 ) -> None:
-    """Change a job's objective, limits and prices, and print its recommendation; measurements are kept."""
+    """Change a job's objective, limits and prices without losing measurements, and print the new recommendation."""
     with Client() as client:
         handle = client.handle(job)
         registered = handle.status()
@@ -152,30 +159,30 @@ def edit(
         if price:
             patch["prices"] = dict(_price(word, registered) for word in price)
         if not patch:
-            raise UsageError("nothing to change: give --objective, --deadline, --budget or --price")
+            raise UsageError("there is nothing to change: give --objective, --deadline, --budget or --price")
         client.patch_job(registered.id, JobPatch.model_validate(patch))
         answer = handle.recommendation()
     emit(answer, recommendation_view(answer), as_json)
 
 
 def _price(word: str, job: Job) -> tuple[str, dict[str, Any]]:
-    """Return the instance type and its price with the new rate; by default, the only instance type."""
+    """Return the instance type that `word` names, or the job's only one, and its price with the new rate."""
     name, equals, usd = word.rpartition("=")
     prices = {cluster.instance_type: cluster.price for cluster in job.spec.cluster}
     if not equals and len(prices) == 1:
         (name,) = prices
     if name not in prices:
         raise UsageError(
-            f"--price: {word!r} names none of the job's instance types: give TYPE=USD of {', '.join(prices)}"
+            f"--price: {word!r} names no instance type of the job: give TYPE=USD, with TYPE from {', '.join(prices)}"
         )
     try:
         return name, prices[name].model_dump() | {"usd_per_node_hour": float(usd)}
     except ValueError:
-        raise UsageError(f"--price: {usd!r} is not a number: give US dollars per node-hour") from None
+        raise UsageError(f"--price: {usd!r} is not a number: give the price in US dollars per node-hour") from None
 
 
 def archive(job: JobName, as_json: Json = False) -> None:
-    """Hide a job from lists; its measurements are kept."""
+    """Archive a job, which hides it from lists but keeps its measurements."""
     with Client() as client:
         archived = client.archive_job(client.handle(job).id)
     emit(archived, f"Archived {archived.name} ({archived.id}).", as_json)
@@ -183,15 +190,15 @@ def archive(job: JobName, as_json: Json = False) -> None:
 
 def delete(
     job: JobName,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking for confirmation.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Delete a job with its measurements; this cannot be undone."""
+    """Delete a job and its measurements; this cannot be undone."""
     with Client() as client:
         registered = client.handle(job).status()
         if not yes:
             if as_json:
-                raise UsageError("with --json nothing is asked: add --yes to delete")
+                raise UsageError("--json cannot ask for confirmation: add --yes to delete the job")
             question = printable(f"Delete {registered.name} ({registered.id}) and its measurements?")
             if not typer.confirm(question, err=True):
                 raise typer.Exit(1)
@@ -200,14 +207,14 @@ def delete(
 
 
 def watch(job: JobName, as_json: Json = False) -> None:
-    """Print each event of a job on one line, beginning with the first, until Ctrl-C. --json prints complete events."""
+    """Print each event of a job on one line, from the first event on, until Ctrl-C; --json prints complete events."""
     with Client() as client:
         for event in client.events(client.handle(job).id, last_id=0):
             print(escaped(event.model_dump_json()) if as_json else printable(event_line(event)), flush=True)
 
 
 def open_(job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="A job's id, or its name.")] = None) -> None:
-    """Open the dashboard, or a job's page, in a browser, and print its address."""
+    """Open the dashboard or a job's page in a browser, and print the page's address."""
     with Client() as client:
         page = client.url + ("/" if job is None else f"/jobs/{client.handle(job).id}")
     print(page)
@@ -215,7 +222,7 @@ def open_(job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="A job
 
 
 def event_line(event: Event) -> str:
-    """Describe an event in one line."""
+    """Return a one-line description of an event."""
     data, run = event.data, f" {event.run_id}" if event.run_id else ""
     text = next((str(data[name]) for name in ("sentence", "message", "plan_reason", "purpose") if data.get(name)), "")
     state = str(data.get("state", "")).replace("_", " ")
@@ -226,7 +233,7 @@ def event_line(event: Event) -> str:
 
 
 def job_view(job: Job, runs: list[Run], ledger: Ledger | None = None) -> RenderableType:
-    """Render a job, its runs, and the predictions for training runs with their measurements."""
+    """Return a view of a job, its runs, and the predicted and measured step times of its training runs."""
     failed = sum(run.kind == "profile" and run.state in ("failed", "out_of_memory") for run in job.plan)
     suffix = f", {failed} of them failed" if failed else ""
     rows = [
@@ -240,9 +247,9 @@ def job_view(job: Job, runs: list[Run], ledger: Ledger | None = None) -> Rendera
         rows.append(["training", f"{duration(job.predicted_time_s)}, {money(job.predicted_cost_usd)}"])
     if job.saving_vs_smallest_batch is not None and job.saving_vs_largest_batch is not None:
         small, large = saving(job.saving_vs_smallest_batch), saving(job.saving_vs_largest_batch)
-        rows.append(["compared", f"{small} the smallest batch, {large} the largest, on as many nodes"])
+        rows.append(["compared", f"{small} the smallest batch, {large} the largest batch, on the same number of nodes"])
     if job.prediction_error is not None:
-        rows.append(["measured", f"{percent(job.prediction_error, signed=True)} against the prediction"])
+        rows.append(["measured", f"{percent(job.prediction_error, signed=True)} relative to the prediction"])
     title = Text.assemble((job.name, "bold"), f"  {job.id}")
     parts: list[RenderableType] = [title, facts(rows), Text(job.plan_reason, style="dim")]
     if runs:
@@ -267,7 +274,7 @@ def _runs_view(runs: list[Run]) -> RenderableType:
         for run in runs
     ]
     heads = ["run", "=state", f"={BRIEF}", ">step time", ">predicted", ">error", "=kind"]
-    # Sentences go below the table, since a narrow column would break them into single words.
+    # Sentences are printed below the table, since a narrow column would wrap them after every word.
     notes = [(run.id, run.message or (run.purpose if run.kind == "profile" else "")) for run in runs]
     listed = Narrowing(heads, rows, ("=kind", ">predicted", ">error"))
     return Group(
@@ -301,7 +308,7 @@ def _predictions_view(entries: list[LedgerEntry]) -> RenderableType:
 
 def list_view(page: JobPage) -> RenderableType:
     if not page.jobs:
-        return Text("No jobs. Register one with tula jobs add SPEC.toml, or tula tune SPEC.toml -- COMMAND.")
+        return Text("There are no jobs. Register one with tula jobs add SPEC.toml or tula tune SPEC.toml -- COMMAND.")
     rows = [
         [
             job.id,
@@ -319,37 +326,37 @@ def list_view(page: JobPage) -> RenderableType:
     if page.next_cursor is None:
         return listed
     total = f"{page.total}{'+' if page.total >= JOBS_COUNTED else ''}"
-    rest = f"{len(page.jobs)} of {total} jobs: give --limit (at most 500) or --search"
+    rest = f"{len(page.jobs)} of {total} jobs are listed: use --limit (at most 500) or --search"
     return Group(listed, Text(rest, style="dim"))
 
 
 def recommend(
     job: JobName,
-    objective: Annotated[Objective | None, typer.Option(help="Objective, instead of the job's.")] = None,
-    candidates: Annotated[bool, typer.Option("--candidates", help="Print all candidates too.")] = False,
+    objective: Annotated[Objective | None, typer.Option(help="Objective to use instead of the job's.")] = None,
+    candidates: Annotated[bool, typer.Option("--candidates", help="Also print all candidates.")] = False,
     schedule: Annotated[
-        bool, typer.Option("--schedule", help="Print a batch that grows during the training instead, and its worth.")
+        bool, typer.Option("--schedule", help="Print a schedule in which the batch grows, and the time that it saves.")
     ] = False,
     target: Annotated[
-        Target | None, typer.Option("--for", help="With --schedule: print it as this program takes it, and only that.")
+        Target | None, typer.Option("--for", help="With --schedule: print only the schedule, in this program's format.")
     ] = None,
     beta2: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="With --schedule: Adam's at the base batch, else 0.999.")
+        float | None, typer.Option(min=0.0, max=1.0, help="With --schedule: Adam's beta2 at the base batch, or 0.999.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Print the recommended configuration with its predictions and the reason."""
     if not schedule:
         if target is not None or beta2 is not None:
-            raise UsageError("--for and --beta2 belong to a batch schedule: add --schedule")
+            raise UsageError("--for and --beta2 apply only to a batch schedule: add --schedule")
         with Client() as client:
             answer = client.handle(job).recommendation(objective)
         emit(answer, recommendation_view(answer, candidates=candidates), as_json)
         return
     if candidates:
-        raise UsageError("--candidates belongs to the constant recommendation: leave out --schedule")
+        raise UsageError("--candidates and --schedule are mutually exclusive: use only one")
     if target is not None and as_json:
-        raise UsageError("--for and --json print the schedule in two forms: leave out one of them")
+        raise UsageError("--for and --json are mutually exclusive: use only one")
     with Client() as client:
         planned = client.handle(job).schedule(objective, **({} if beta2 is None else {"beta2": beta2}))
     if target is None:
@@ -362,19 +369,23 @@ def recommend(
 
 def predict(
     job: JobName,
-    nodes: Annotated[list[int], typer.Option(min=1, help="Number of nodes; give it again for more.")] = [],  # noqa: B006 - typer copies
-    batch: Annotated[list[int], typer.Option(min=1, help="Global batch; give it again for more.")] = [],  # noqa: B006
-    instance_type: Annotated[list[str], typer.Option("--type", help="Instance type of the job.")] = [],  # noqa: B006
-    option: Annotated[
-        list[str], typer.Option(metavar="NAME=VALUE", help="Value of an option, else as recommended; can be repeated.")
+    nodes: Annotated[list[int], typer.Option(min=1, help="Number of nodes; repeat for several.")] = [],  # noqa: B006 - typer copies
+    batch: Annotated[list[int], typer.Option(min=1, help="Global batch size; repeat for several.")] = [],  # noqa: B006
+    instance_type: Annotated[
+        list[str], typer.Option("--type", help="Instance type of the job; repeat for several.")
     ] = [],  # noqa: B006
-    usd_per_node_hour: Annotated[float | None, typer.Option("--price", help="US dollars per node-hour.")] = None,
+    option: Annotated[
+        list[str], typer.Option(metavar="NAME=VALUE", help="Value of an option (default: as recommended); repeatable.")
+    ] = [],  # noqa: B006
+    usd_per_node_hour: Annotated[
+        float | None, typer.Option("--price", help="Price in US dollars per node-hour.")
+    ] = None,
     deadline_s: Annotated[
-        float | None, typer.Option("--deadline", parser=seconds, help="Seconds the training may take.")
+        float | None, typer.Option("--deadline", parser=seconds, help="Maximum training time in seconds.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict all combinations of the given values; if none is given, all values that the job allows."""
+    """Predict all combinations of the given values; an omitted option means all values that the job allows."""
     with Client() as client:
         answer = client.handle(job).predict(
             nodes,
@@ -388,7 +399,7 @@ def predict(
 
 
 def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> RenderableType:
-    """Render a recommendation for the terminal, with the table of all candidates on request."""
+    """Return a view of a recommendation for the terminal; with `candidates`, include the table of all candidates."""
     lines: list[RenderableType] = []
     if candidates:
         lines += [candidates_table(answer), Text()]
@@ -427,7 +438,7 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
 
 
 def schedule_view(answer: BatchSchedule) -> RenderableType:
-    """Return a batch schedule for the terminal: its stages, what it saves, its risk, and how to train with it."""
+    """Return a view of a batch schedule for the terminal: stages, savings, risk, and how to train with the schedule."""
     if not answer.stages:
         return answer.sentence
     with_beta2 = any(stage.beta2 is not None for stage in answer.stages)
@@ -445,10 +456,10 @@ def schedule_view(answer: BatchSchedule) -> RenderableType:
     ]
     columns = [">from", ">step", f"={BRIEF}", ">rate", *([">beta2"] if with_beta2 else []), ">time", ">cost"]
     relaunch = (
-        f"Each stage is a launch from the checkpoint of the one before, for which {duration(answer.relaunch_s)} are "
-        "counted. --for transformers and --for lightning print a callback that stops there and sets rate and beta2. "
-        f"Rates are over that of a batch of {answer.base_batch_size}; `TulaOptimizer` raises them step by step; by "
-        "hand, warm up to each."
+        "Each stage is a separate launch that resumes from the previous stage's checkpoint, which is assumed to take "
+        f"{duration(answer.relaunch_s)}. --for transformers and --for lightning print a callback that stops at the end "
+        f"of a stage and sets rate and beta2. Rates are relative to the rate for a batch of {answer.base_batch_size}. "
+        "`TulaOptimizer` raises the rate gradually; without it, warm up to each rate."
     )
     megatron = f"Megatron-LM: {write_schedule(answer, 'megatron')}"
     return Group(
@@ -464,7 +475,7 @@ def today_line(answer: Recommendation) -> list[Text]:
     """Return the line that compares the recommendation with the script's current options; empty if either is missing.
 
     For example: `4 nodes, global batch 2048, bf16, compiled: 3 h 6 min, $152.00; as you run it today: 7 h 54 min,
-    $388.00.` The second half is left out if the recommended options are today's.
+    $388.00.` The part after the semicolon is omitted if the script already has the recommended options.
     """
     chosen, today = answer.chosen, answer.with_base_options
     if chosen is None or today is None:
@@ -481,9 +492,9 @@ def _totals(candidate: Candidate) -> str:
 
 
 def menu_table(answer: Recommendation) -> RenderableType:
-    """Return a table of the points to choose from, fastest first, with the price of each hour saved.
+    """Return a table of the configurations to choose from, fastest first, with the price of each hour saved.
 
-    `*` marks the recommended point. The table has energy, its price and its CO2 if the points have them.
+    `*` marks the recommended configuration. Columns for energy, its price and its CO2 are included if predicted.
     """
     points = answer.menu
     columns = {
@@ -510,13 +521,13 @@ def _value(predicted: Estimate | None) -> float | None:
 
 
 def _basis(answer: Recommendation | Predictions, evidence: str = "") -> list[Text]:
-    """Return lines on the basis of the predictions, and on what to know before trusting them."""
+    """Return lines that state the basis of the predictions and the warnings about them."""
     basis = Text(f"Based on {BASIS[answer.basis]}{evidence}; intervals are 90 % prediction intervals.", style="dim")
     return [basis, *(Text(f"Note: {warning}", style="yellow") for warning in answer.model.warnings)]
 
 
 def candidates_table(answer: Recommendation) -> RenderableType:
-    """Render all candidates with intervals and marks, and with the instance type if the job has several."""
+    """Return a table of all candidates with intervals and marks, and with instance types if the job has several."""
 
     def marks(candidate: Candidate) -> dict[str, bool]:
         named = roles(candidate, answer)
@@ -595,10 +606,10 @@ def _state(candidate: Candidate) -> dict[str, bool]:
 
 
 def show_scaling(job: JobName, policy: Policy = "gain", as_json: Json = False) -> None:
-    """Show the numbers that are set for a policy; the script decides all others."""
+    """Show the gradient-scaling values that are set for a policy; the script decides all other values."""
     with Client() as client:
         thresholds = client.scaling(client.handle(job).id, policy=policy).thresholds
-    assert thresholds is not None  # None answers only a request with an ETag
+    assert thresholds is not None  # the service returns None only for a request with an ETag
     emit(thresholds, facts(_thresholds(thresholds)), as_json)
 
 
@@ -608,7 +619,7 @@ def set_scaling(
     policy: Policy = "gain",
     as_json: Json = False,
 ) -> None:
-    """Set numbers of a policy; NAME=null lets the script decide again."""
+    """Set gradient-scaling values of a policy; NAME=null lets the script decide that value again."""
     patch = ScalingPatch.model_validate(dict(map(_pair, values)))
     with Client() as client:
         stored = client.patch_scaling(client.handle(job).id, patch, policy=policy)
@@ -618,7 +629,7 @@ def set_scaling(
 def _pair(word: str) -> tuple[str, Any]:
     name, equals, value = word.partition("=")
     if not equals or name not in SETTINGS:
-        raise UsageError(f"{word!r} is not a setting: give NAME=VALUE with a name of {', '.join(SETTINGS)}")
+        raise UsageError(f"{word!r} is not a setting: give NAME=VALUE, where NAME is one of {', '.join(SETTINGS)}")
     return name, None if value == "null" else value
 
 

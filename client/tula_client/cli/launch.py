@@ -1,4 +1,4 @@
-"""`tula tune`, `tula run`, `tula launchers` and `tula logs`."""
+"""The commands `tula tune`, `tula run`, `tula launchers` and `tula logs`."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ from tula_wire.text import printable
 from tula_wire.verdict import sentence
 
 RETRY = RetryPolicy(max_attempts=3, budget_s=10.0)
-"""Retries of single requests; few, because the runner itself retries for minutes while it supervises its processes."""
+"""Retries of a single request; there are few, because the runner also retries for minutes while it supervises runs."""
 TIMEOUT_S = 15.0
 _TRAINING_GRACE_S = 30.0
-"""Seconds between SIGTERM and SIGKILL of a training run: enough to write a checkpoint."""
+"""Seconds between SIGTERM and SIGKILL for a training run, which leave time to write a checkpoint."""
 
 _Runs = Sequence[tuple[Run, Outcome]]
 _Verdicts = Sequence[tuple[Run, Verdict]]
 
 Command = Annotated[
-    list[str], typer.Argument(metavar="-- COMMAND...", help="Launch command with {placeholders}: see tula launchers.")
+    list[str], typer.Argument(metavar="-- COMMAND...", help="Launch command with {placeholders}; see tula launchers.")
 ]
 LauncherName = Annotated[
-    str | None, typer.Option("--launcher", metavar="NAME", help="Prepend a ready-made template: see tula launchers.")
+    str | None, typer.Option("--launcher", metavar="NAME", help="Prepend a ready-made template; see tula launchers.")
 ]
 StopCommand = Annotated[
     str | None,
     typer.Option(
-        metavar="TEXT", help="Cancels a command that only submits, such as 'scancel --name=tula-{launch_id}'."
+        metavar="TEXT", help="Command that cancels a submitted job, such as 'scancel --name=tula-{launch_id}'."
     ),
 ]
 Folder = Annotated[Path, typer.Option(help="Folder for logs, spools and checkpoints.")]
@@ -70,8 +70,8 @@ TimeLimit = Annotated[
     float | None,
     typer.Option(
         min=1,
-        help="Seconds without a first measurement, and seconds from it on, after which each rank prints its stack and "
-        "the run is ended.",
+        help="Time limit in seconds, applied to the time until the first measurement and again to the rest of the run; "
+        "at the limit, each rank prints its stack and the run is stopped.",
     ),
 ]
 
@@ -80,35 +80,33 @@ def tune(
     spec: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The job's specification.")],
     command: Command,
     launcher: LauncherName = None,
-    max_parallel: Annotated[int, typer.Option(min=1, help="Largest number of runs at once.")] = 1,
+    max_parallel: Annotated[int, typer.Option(min=1, help="Maximum number of concurrent runs.")] = 1,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Largest number of nodes at once (default: the job's max_nodes).")
+        int | None, typer.Option(min=1, help="Maximum number of nodes in use (default: the job's max_nodes).")
     ] = None,
-    max_failures: Annotated[int, typer.Option(min=1, help="Stop after this many failures in a row.")] = 3,
+    max_failures: Annotated[int, typer.Option(min=1, help="Stop after this many consecutive failures.")] = 3,
     again: Annotated[
         list[str],
         typer.Option(
             metavar="failed|all|NODESxBATCH|RUN",
-            help="First measure these once more: what failed, all, nodes x local batch as in 2x64 or "
-            "2x64,precision=bf16, or a run's.",
+            help="First measure these configurations again: those that failed, all, nodes x local batch as in 2x64 or "
+            "2x64,precision=bf16, or the one of a run id.",
         ),
     ] = [],  # noqa: B006 - typer copies
     only: Annotated[
         str | None,
-        typer.Option(metavar="OPTION,...", help="Options of the job that vary; the others keep their first value."),
+        typer.Option(metavar="OPTION,...", help="Vary only these options of the job; others keep their first value."),
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Launch each value of an option once, also those that cannot win.")
+        bool, typer.Option("--explain", help="Launch every option value once, even values that cannot be the best.")
     ] = False,
-    then_run: Annotated[bool, typer.Option("--then-run", help="Then train with the recommendation.")] = False,
+    then_run: Annotated[bool, typer.Option("--then-run", help="Afterwards, train with the recommendation.")] = False,
     stop_command: StopCommand = None,
     work_dir: Folder = Path(".tula"),
     time_limit: TimeLimit = 1800.0,
     as_json: Json = False,
 ) -> int:
-    """Profile the runs that the service plans, and print its recommendation; repeat the command to continue after a
-    stop.
-    """
+    """Run the service's profiling plan and print its recommendation; repeat the command to continue after a stop."""
     job_spec = load_spec(spec)
     if only is not None:
         job_spec = _narrowed(job_spec, only.split(","))
@@ -133,7 +131,7 @@ def tune(
                 tuned = _with_waiting(client, tuned)
             trained = None
             if then_run and tuned.job.state == "finished":
-                reporter.note("This job is trained already: use `tula run` to train it again.")
+                reporter.note("This job has already been trained: use `tula run` to train it again.")
             elif then_run:
                 reporter.note(tuned.recommendation.why)
                 runner.time_limit_s = None
@@ -147,7 +145,7 @@ def tune(
 
 
 def _narrowed(spec: JobSpec, names: list[str]) -> JobSpec:
-    """Return the job with only these options varied. Raises `UsageError` for an option that the job lacks."""
+    """Return the specification with only the named options varied. Raises `UsageError` if the job lacks an option."""
     for name in names:
         if name not in spec.options:
             choices = f"use {', '.join(sorted(spec.options))}" if spec.options else "list it under [options] in the job"
@@ -156,7 +154,7 @@ def _narrowed(spec: JobSpec, names: list[str]) -> JobSpec:
 
 
 def _with_explanations(runner: Runner, tuned: Tuned, template: Template, limits: dict[str, Any]) -> Tuned:
-    """Launch each option value that the plan has not launched, after showing the user the cost."""
+    """Print the cost of launching each option value that the plan has not launched, then launch these values."""
     chosen = tuned.recommendation.chosen
     configurations = to_explain(tuned.job, None if chosen is None else chosen.configuration)
     if not configurations:
@@ -167,9 +165,9 @@ def _with_explanations(runner: Runner, tuned: Tuned, template: Template, limits:
 
 
 def may_ask(tuned: Tuned, *, then_run: bool) -> bool:
-    """Return True if the answer to "what does an hour of waiting cost you?" could change the recommendation.
+    """Return True if the user's answer to "what does an hour of waiting cost you?" could change the recommendation.
 
-    With `then_run` the result is False, since nobody may be there to answer, and training would wait for an answer.
+    Returns False with `then_run`, since training would have to wait for an answer that perhaps nobody is there to give.
     """
     priced = [point for point in tuned.recommendation.menu if point.cost_usd is not None]
     open_ = tuned.job.spec.usd_per_hour_of_waiting is None and tuned.recommendation.objective == "balanced"
@@ -177,9 +175,12 @@ def may_ask(tuned: Tuned, *, then_run: bool) -> bool:
 
 
 def _with_waiting(client: Client, tuned: Tuned) -> Tuned:
-    """Show the points to choose from, and return `tuned` updated with the user's answer; Enter changes nothing."""
+    """Show the configurations to choose from and ask the user for the cost of waiting; return `tuned` updated with it.
+
+    If the user presses Enter, the result is unchanged.
+    """
     lasting_console().print(menu_table(tuned.recommendation))
-    text = "What does an hour of waiting cost you, in US dollars? (Enter: leave it open)"
+    text = "What does an hour of waiting cost you, in US dollars? (Press Enter to skip)"
     try:
         usd = typer.prompt(text, default="", show_default=False, value_proc=usd_typed)
     except typer.Abort as abort:
@@ -193,9 +194,9 @@ def _with_waiting(client: Client, tuned: Tuned) -> Tuned:
 
 
 def usd_typed(text: str) -> float | None:
-    """Return the typed amount, or None for an empty line.
+    """Return the amount of US dollars that the user typed, or None for an empty line.
 
-    Raises `typer.BadParameter` if the text is not an amount, so that typer asks again.
+    Raises `typer.BadParameter` if the text is not an amount, so that typer repeats the question.
     """
     if not text.strip():
         return None
@@ -212,28 +213,30 @@ def run(
     job: JobName,
     command: Command,
     launcher: LauncherName = None,
-    method: Annotated[str | None, typer.Option(help="Label of the quality method, to compare runs.")] = None,
-    max_restarts: Annotated[int, typer.Option(min=0, help="Largest number of restarts.")] = 10,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start another training, not the unfinished one.")] = False,
+    method: Annotated[
+        str | None, typer.Option(help="Label of the method that preserves quality, for comparing runs.")
+    ] = None,
+    max_restarts: Annotated[int, typer.Option(min=0, help="Maximum number of restarts.")] = 10,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start a new training run instead of continuing.")] = False,
     reconfigure: Annotated[
-        bool, typer.Option("--reconfigure", help="Continue the unfinished training with the current recommendation.")
+        bool, typer.Option("--reconfigure", help="Continue the unfinished run with the current recommendation.")
     ] = False,
     configuration: Annotated[
         str | None,
         typer.Option(
             metavar="NODESxBATCH|RUN",
-            help="Train with nodes x local batch as in 2x64 or 2x64,precision=bf16, or as a run did.",
+            help="Train with nodes x local batch as in 2x64 or 2x64,precision=bf16, or with a run's configuration.",
         ),
     ] = None,
     stop_command: StopCommand = None,
     work_dir: Folder = Path(".tula"),
     time_limit: TimeLimit = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Do not print what the training writes.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Do not print the output of the training command.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train with the recommended configuration; continue from the last checkpoint after a failure or a stop."""
+    """Train with the recommended configuration, and continue from the last checkpoint after a failure or a stop."""
     if fresh and reconfigure:
-        raise typer.BadParameter("--fresh and --reconfigure exclude each other: give one")
+        raise typer.BadParameter("--fresh and --reconfigure are mutually exclusive: use only one")
     with Client(timeout_s=TIMEOUT_S, retry=RETRY) as client, open_reporter(as_json, quiet) as reporter:
         handle = client.handle(job)
         registered = handle.status()
@@ -255,7 +258,7 @@ def run(
 
 
 def _note_change(client: Client, job: Job, reporter: Reporter) -> None:
-    """Print that the recommendation differs from the configuration of the last training run."""
+    """Print a note if the recommendation differs from the configuration of the last successful training run."""
     newest = client.runs(job.id, kind="train", limit=1).runs
     chosen = client.recommendation(job.id).chosen
     if not newest or newest[0].state != "succeeded" or chosen is None:
@@ -265,13 +268,13 @@ def _note_change(client: Client, job: Job, reporter: Reporter) -> None:
         accumulation = f"x{last.grad_accum_steps}" if last.grad_accum_steps > 1 else ""
         options = "".join(f",{name}={word}" for name, word in last.options)
         reporter.note(
-            f"The recommendation changed since the last training, which used {in_words(last)}: "
-            f"--configuration {last.num_nodes}x{last.local_batch_size}{accumulation}{options} trains with that again."
+            f"The recommendation has changed since the last training run, which used {in_words(last)}. To use that "
+            f"configuration again, add --configuration {last.num_nodes}x{last.local_batch_size}{accumulation}{options}."
         )
 
 
 def launchers(as_json: Json = False) -> None:
-    """Print the ready-made templates and all placeholders."""
+    """Print the ready-made launch templates and all placeholders."""
     plain = {
         "launchers": {name: {"name": name, **dataclasses.asdict(launcher)} for name, launcher in LAUNCHERS.items()},
         "placeholders": dict(PLACEHOLDERS),
@@ -288,7 +291,7 @@ def launchers(as_json: Json = False) -> None:
 def checked_templates(
     command: list[str], launcher: str | None, stop_command: str | None, spec: JobSpec
 ) -> tuple[Template, Template | None]:
-    """Return the launch command, checked against the job, and the command that cancels it, or None."""
+    """Return the launch command, checked against the job, and the command that cancels a launch, or None."""
     options = frozenset(spec.options)
     words, stop_words = (command, []) if launcher is None else with_launcher(launcher, command)
     template = Template(tuple(words), options)
@@ -299,7 +302,7 @@ def checked_templates(
         return template, Template(tuple(shlex.split(stop_command)), options)
     except (ValueError, UsageError) as error:
         message = str(error)
-        raise UsageError(f"--stop-command cannot be used: {message[:1].lower()}{message[1:]}") from None
+        raise UsageError(f"--stop-command is invalid: {message[:1].lower()}{message[1:]}") from None
 
 
 def open_reporter(as_json: bool, quiet: bool = False) -> Reporter:
@@ -308,7 +311,7 @@ def open_reporter(as_json: bool, quiet: bool = False) -> Reporter:
 
 @contextmanager
 def open_runner(client: Client, job: Job, work_dir: Path, reporter: Reporter, **options: Any) -> Iterator[Runner]:
-    """Yield the runner of a job while its folder is locked; `orderly_end` handles signals."""
+    """Lock the job's folder and yield a runner for the job; `orderly_end` handles signals meanwhile."""
     work = WorkDir(work_dir, job.id)
     with work.locked() as holder, orderly_end():
         try:
@@ -320,9 +323,10 @@ def open_runner(client: Client, job: Job, work_dir: Path, reporter: Reporter, **
 
 @contextmanager
 def orderly_end() -> Iterator[None]:
-    """Treat SIGTERM like Ctrl-C: commands are stopped and leases returned.
+    """Handle SIGTERM like Ctrl-C, which stops the running commands and returns their leases.
 
-    SIGHUP from a closing terminal, and the signals with which SLURM announces the end of an allocation, are ignored.
+    Ignore SIGHUP, which a closing terminal sends, and SIGUSR1 and SIGUSR2, with which SLURM announces the end of an
+    allocation.
     """
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
@@ -340,13 +344,13 @@ def orderly_end() -> Iterator[None]:
 
 
 def _go_on(_number: int, _frame: FrameType | None) -> None:
-    """Ignore a signal through a handler, since a command would inherit an ignored signal."""
+    """Do nothing; a signal handler is used because commands would inherit a signal that is set to be ignored."""
 
 
 def run_like(recommendation: Recommendation, plan: Sequence[Run]) -> Run | None:
-    """Return the measured run of the recommended configuration, or the run most like it.
+    """Return the measured run of the recommended configuration, or else the most similar measured run, or None.
 
-    The most similar run differs in the fewest options, then least in nodes, then least in the batch.
+    The most similar run differs in the fewest options; ties are broken by the number of nodes, then by the batch.
     """
     chosen = recommendation.chosen
     measured = [run for run in plan if run.state == "succeeded"]
@@ -363,7 +367,7 @@ def run_like(recommendation: Recommendation, plan: Sequence[Run]) -> Run | None:
 
 
 def _verdict_on(client: Client, run: Run | None) -> list[tuple[Run, Verdict]]:
-    """Return the run with its verdict; empty without a verdict, since the command has succeeded anyway."""
+    """Return the run with its verdict, or an empty list if there is none; a failed request is not an error here."""
     if run is None:
         return []
     with suppress(TulaError):
@@ -412,14 +416,14 @@ def _runs_plain(runs: _Runs) -> list[dict[str, Any]]:
 
 
 def logs(
-    run_id: Annotated[str, typer.Argument(metavar="RUN", help="A run's id; tula jobs show lists them.")],
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="A run's id; tula runs JOB lists the ids.")],
     work_dir: Folder = Path(".tula"),
 ) -> None:
-    """Print the output of a run's newest command, on the machine that launched it."""
+    """Print the output of a run's most recent command; this works only on the machine that launched it."""
     paths = sorted(work_dir.glob(f"*/logs/{glob.escape(run_id)}-*.log"), key=lambda path: path.stat().st_mtime)
     if not paths:
         raise UsageError(
-            f"RUN: no command of {run_id!r} has a log below {work_dir}: give --work-dir if tula launched it elsewhere"
+            f"RUN: there is no log of {run_id!r} in {work_dir}: give --work-dir if the run used another folder"
         )
     for line in paths[-1].read_text(encoding="utf-8", errors="replace").splitlines():
         print(printable(line))
@@ -438,6 +442,6 @@ def _tuned_view(tuned: Tuned, trained: _Runs | None, verdicts: _Verdicts) -> Ren
 
 def _trained_view(attempts: _Runs) -> RenderableType:
     run, outcome = attempts[-1]
-    if outcome.message:  # printed as a note: for example, it used another configuration
+    if outcome.message:  # already printed as a note, such as that the run used another configuration
         return Text(f"Trained: run {run.id}.")
     return Text(f"Trained with {in_words(run.configuration)}: run {run.id}.")

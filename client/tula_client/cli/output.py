@@ -1,4 +1,6 @@
-"""Options and output that commands share: results as text or as JSON, predictions and configurations in words."""
+"""Options and output functions that commands share: results as text or JSON, and text for predictions and
+configurations.
+"""
 
 from __future__ import annotations
 
@@ -23,32 +25,32 @@ from tula_wire import Configuration, Estimate
 from tula_wire.format import NOTHING, count, duration, energy, mass, money, option, size
 from tula_wire.text import UNPRINTABLE, printable
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or its name.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="The job's id or name.")]
 
 
 WORDS_WIDTH = 16
-"""Fewest characters in width that a cell of several words needs."""
+"""The minimum width, in characters, of a table cell that has several words."""
 
 
 def seconds(text: str) -> float:
-    """Return a number of seconds from the command line; raises `typer.BadParameter` for anything else."""
+    """Parse a number of seconds from the command line. Raises `typer.BadParameter` if the text is not such a number."""
     try:
         number = float(text)
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf:
-        raise typer.BadParameter(f"{text!r} is not a number of seconds: two hours are 7200")
+        raise typer.BadParameter(f"{text!r} is not a number of seconds: for example, write two hours as 7200")
     return number
 
 
 BRIEF = "nodes, batch (local)"
-"""Heading of a column of `brief` configurations."""
+"""The heading of a column that shows `brief` configurations."""
 _UNPRINTABLE_IN_JSON = re.compile(f"(?!\n)[{UNPRINTABLE}]")
 
 
 class _Terminal(Console):
-    """A console that writes no control characters except its style codes, since texts may come from elsewhere."""
+    """A console that writes no control characters except its own style codes, since texts may be untrusted."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for text, style, control in super().render(renderable, options):
@@ -57,25 +59,28 @@ class _Terminal(Console):
 
 
 def console(file: TextIO | None = None) -> Console:
-    """Return a console on standard output; it is 160 columns wide in a file, so that tables fit."""
+    """Return a console that writes to `file` or to standard output.
+
+    If standard output is not a terminal, the console is 160 columns wide, so that tables fit.
+    """
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
     return _Terminal(file=file, width=wide, highlight=False, soft_wrap=False)
 
 
 class _LossyStream:
-    """Standard output whose writes never fail; text is lost if a terminal or pipe is closed or a disk is full."""
+    """A standard output stream whose writes never fail; if the terminal is closed or the disk is full, text is lost."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write `text` if the stream accepts it; return its length in any case."""
+        """Write `text` if the stream accepts it, and return the length of `text` in any case."""
         with suppress(OSError, ValueError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream if possible."""
+        """Flush the stream, ignoring errors."""
         with suppress(OSError, ValueError):
             self._stream.flush()
 
@@ -84,7 +89,7 @@ class _LossyStream:
 
 
 def lasting_console() -> Console:
-    """Return a console for a command that supervises others and must survive any failure of its terminal or file."""
+    """Return a console for a command that supervises others and must survive the loss of its terminal or file."""
     return console(cast("TextIO", _LossyStream(sys.stdout)))
 
 
@@ -93,13 +98,13 @@ def emit(value: Any, human: RenderableType, as_json: bool) -> None:
     if as_json:
         print(escaped(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=_plain)))
     elif isinstance(human, str):
-        print(printable(human))  # a sentence is one line, however long
+        print(printable(human))  # a sentence stays on one line, however long it is
     else:
         console().print(human)
 
 
 def escaped(document: str) -> str:
-    """Return the same JSON with all terminal control characters escaped; they can occur only in its strings."""
+    """Return a JSON document with all terminal control characters escaped, which can occur only in its strings."""
     return _UNPRINTABLE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", document)
 
 
@@ -108,17 +113,20 @@ def _plain(value: BaseModel | Configuration) -> dict[str, Any]:
 
 
 def facts(rows: Sequence[Sequence[str]]) -> Table:
-    """Return a table of names and values, without a heading."""
+    """Return a table with two columns, names and values, and no heading."""
     drawn = table(["", ""], rows)
     drawn.show_header = False
     return drawn
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return a plain table; a heading with the prefix `>` aligns its column right, `=` keeps the column on one line."""
+    """Return a plain table.
+
+    A heading that starts with `>` right-aligns its column, and one that starts with `=` keeps its cells on one line.
+    """
     drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
-        # A narrow terminal wraps cells, except for numbers and the first column, which users copy.
+        # In a narrow terminal all cells wrap except numbers and those in the first column, which users copy.
         justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
         keep = column.startswith((">", "=")) or (index == 0 and bool(column))
         drawn.add_column(column.lstrip(">="), justify=justify, no_wrap=keep, overflow="fold")
@@ -128,11 +136,11 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 class Narrowing:
-    """A table that drops whole columns, instead of cutting numbers, if the terminal is too narrow.
+    """A table that omits whole columns, instead of truncating numbers, if the terminal is too narrow.
 
-    spare: headings of the columns that may be dropped, in that order. Columns of words need as much room as their
-    longest word, and at least WORDS_WIDTH if their text is longer than that; numbers and columns marked `=` need their
-    full width.
+    spare: headings of the columns that may be omitted, the least important first. Numbers and columns marked `=` need
+    their full width. A column of text needs the width of its longest word, and at least WORDS_WIDTH if its text is
+    longer than that.
     """
 
     def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str]) -> None:
@@ -148,7 +156,7 @@ class Narrowing:
             gone.append(name.lstrip(">="))
         yield table([self.columns[i] for i in left], [[row[i] for i in left] for row in self.rows])
         if gone:
-            yield Text(f"Too narrow for {', '.join(gone)}: widen the terminal, or ask for --json.", style="dim")
+            yield Text(f"The terminal is too narrow for {', '.join(gone)}: widen it, or use --json.", style="dim")
 
     def _width(self, indices: Sequence[int]) -> int:
         return sum(self._needed(index) + 2 for index in indices) - 2
@@ -163,7 +171,7 @@ class Narrowing:
 
 
 def saving(value: float) -> str:
-    """Describe a saved share of the time in words; a negative share means a longer time."""
+    """Describe how a time compares with another, given the saved share (negative if the time is longer)."""
     if abs(value) < 0.005:
         return "the same time as"
     if value > 0:
@@ -172,7 +180,7 @@ def saving(value: float) -> str:
 
 
 def estimate(value: Estimate | None, unit: str = "s") -> str:
-    """Return a prediction with its interval."""
+    """Return a prediction and its interval as text."""
     if value is None:
         return NOTHING
     formats = {"s": duration, "usd": money, "bytes": size, "count": count, "kwh": energy, "gco2": mass}
@@ -181,7 +189,7 @@ def estimate(value: Estimate | None, unit: str = "s") -> str:
 
 
 def brief(value: Configuration | None) -> str:
-    """Return a configuration for a table cell, short enough for one line."""
+    """Return a configuration as text that is short enough for one line of a table cell."""
     if value is None:
         return NOTHING
     kind = f" {value.instance_type}" if value.instance_type != "default" else ""
