@@ -177,7 +177,7 @@ def test_tune_reports_changes_and_continues(tula: Tula, tmp_path: Path, address:
     command = ["--work-dir", str(tmp_path / "w"), "--", "true", "{local_batch_size}", "{num_nodes}"]
     code, out, err = tula("tune", spec_file(tmp_path, tmp_path.name, objective='"cost"', price="2.0"), *command)
     assert (code, err) == (0, "")
-    said = f"({job.id}), whose measurements are kept: objective knee -> cost"
+    said = f"({job.id}) and kept its measurements: objective knee -> cost"
     assert said in " ".join(out.split())
     assert "usd_per_node_hour 1 -> 2" in " ".join(out.split())
     assert tula("recommend", tmp_path.name)[0] == 0

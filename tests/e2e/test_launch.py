@@ -33,7 +33,7 @@ def test_a_hang_ends_at_the_time_limit_with_the_stack_of_each_rank(server: Serve
     tula = Tula(server, tmp_path)
     hanging = [*TORCHRUN[:-1], HANGS]
     _, said = tula("tune", tula.spec("hangs"), "--time-limit=20", *hanging, *BATCH, fails=True)
-    assert "did not end within its time limit of 20 s" in said
+    assert "did not finish within its time limit of 20 s" in said
     log = tula.logs()
     assert "Stack of rank 0" in log
     assert "Stack of rank 1" in log

@@ -1,1 +1,1 @@
-"""`tula tune` and `tula run`: profile and train a job with the user's own launch command."""
+"""Implements `tula tune` and `tula run`, which profile and train a job with the user's own launch command."""

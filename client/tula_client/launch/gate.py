@@ -1,7 +1,7 @@
-"""`tula gate`: launch one configuration on two revisions in turn, and compare their step times in pairs.
+"""`tula gate`: launches one configuration alternately on two revisions, and compares their step times in pairs.
 
-A machine's speed drifts by a few per cent within an hour. Consecutive launches share that drift, so each launch of the
-change is compared with the adjacent launch of the base, and every second pair starts with the change.
+A machine's speed can drift by a few per cent within an hour. Consecutive launches share most of that drift, so each
+launch of the change is compared with the adjacent launch of the base. Every second pair starts with the change.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ _GIT_S: Final = 120.0
 
 @dataclass(frozen=True)
 class Side:
-    """One revision: the job that records its launches, and the runner that starts them in its folder."""
+    """One of the two revisions, with the job that records its launches and the runner that starts them."""
 
     name: str
     job: Job
     runner: Runner
 
     def step_time_s(self, configuration: Configuration, template: Template) -> float:
-        """Launch the configuration once and return the measured seconds per step. Raises `LaunchError`."""
+        """Launch the configuration once and return the measured seconds per step.
+
+        Raises `LaunchError` if the launch fails or measures another configuration.
+        """
         runner = self.runner
         run = runner.create_run(self.job, "profile", configuration)
         spec = self.job.spec
@@ -45,13 +48,13 @@ class Side:
             runner.sleep(POLL_S)
         (ended, outcome), *_ = runner.finish(active, status)
         if outcome.state != "succeeded" or ended.step_time_s is None:
-            raise LaunchError(f"the launch on {self.name} was not measured: {outcome.message} Log: {active.log}")
+            raise LaunchError(f"the launch on {self.name} gave no measurement: {outcome.message} Log: {active.log}")
         if ended.configuration_mismatch is not None:
             raise LaunchError(f"the launch on {self.name} cannot be compared: {ended.configuration_mismatch}")
         return ended.step_time_s
 
     def peak_bytes(self, configuration: Configuration) -> float | None:
-        """Return the peak memory of a rank in the launches so far, or None if none was reported."""
+        """Return the peak memory in bytes of a rank in past launches, or None if no launch reported it."""
         answer = self.runner.retrying(self.runner.service.recommendation, self.job.id)
         measured = [
             candidate
@@ -66,7 +69,7 @@ class Side:
 def alternate(
     base: Side, change: Side, configuration: Configuration, template: Template, pairs: int
 ) -> tuple[list[float], list[float]]:
-    """Launch both sides `pairs` times in turn; return the seconds per step of each, paired by index."""
+    """Launch both sides alternately, `pairs` times each; return two lists of seconds per step, paired by index."""
     times_s: dict[str, list[float]] = {"base": [], "change": []}
     for pair in range(pairs):
         order = (("base", base), ("change", change))
@@ -76,7 +79,7 @@ def alternate(
 
 
 def slower(base_s: Sequence[float], change_s: Sequence[float]) -> Estimate:
-    """Return the relative slowdown of the change's steps, with its 95 % interval (Student's t over pairs)."""
+    """Return the relative slowdown of a step due to the change, with a 95 % interval (Student's t over the pairs)."""
     logs = [math.log(after / before) for before, after in zip(base_s, change_s, strict=True)]
     mean = fmean(logs)
     half = half_width(stdev(logs), len(logs))
@@ -84,28 +87,29 @@ def slower(base_s: Sequence[float], change_s: Sequence[float]) -> Estimate:
 
 
 def git(*words: str, folder: Path | None = None) -> str:
-    """Return the output of a git command, without the final line break. Raises `UsageError` if it fails."""
+    """Return the output of a git command without the final line break. Raises `UsageError` if the command fails."""
     try:
         done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=_GIT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UsageError(f"--against needs git, which cannot be run: {error}") from None
+        raise UsageError(f"--against requires git, which could not be run: {error}") from None
     if done.returncode:
         raise UsageError(f"--against: git {words[0]} failed: {' '.join(done.stderr.split()).rstrip('.')}")
     return done.stdout.rstrip("\n")
 
 
 def resolve_commit(revision: str) -> str:
-    """Return the full id of the commit that a revision names. Raises `UsageError` for an unknown revision."""
+    """Return the full id of the commit that `revision` names. Raises `UsageError` if git does not find the revision."""
     if revision.startswith("-"):
-        raise UsageError(f"--against {revision}: give a commit, a tag or a branch")
+        raise UsageError(f"--against {revision} is not a revision: give a commit, a tag or a branch")
     return git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
 
 
 @contextmanager
 def checkout(commit: str, parent: Path) -> Iterator[Path]:
-    """Check out a commit into a new folder in `parent`; yield the counterpart of the current folder in it.
+    """Check out a commit into a new folder in `parent`; yield the folder in it that corresponds to the current folder.
 
-    The checkout is a worktree of this repository, and is removed at the end. Raises `UsageError`.
+    The checkout is a worktree of this repository, and is removed at the end. Raises `UsageError` if git fails or if the
+    commit lacks the current folder.
     """
     inside = git("rev-parse", "--show-prefix")
     parent.mkdir(parents=True, exist_ok=True)
@@ -115,18 +119,17 @@ def checkout(commit: str, parent: Path) -> Iterator[Path]:
             git("worktree", "add", "--quiet", "--detach", os.fspath(tree), commit)
             folder = tree / inside
             if not folder.is_dir():
-                raise UsageError(f"--against: {inside} does not exist at {commit[:7]}: start from a folder that does")
+                raise UsageError(f"--against: {inside} does not exist at {commit[:7]}: start in a folder that does")
             yield folder
         finally:
-            with suppress(UsageError):  # the result counts, and git prunes a worktree whose folder is gone
+            with suppress(UsageError):  # git later prunes a worktree whose folder is gone
                 git("worktree", "remove", "--force", "--force", os.fspath(tree))
 
 
 def refuse_tracked_paths(words: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Raise `UsageError` for an absolute path to a file that git tracks here, since both revisions would run the same
-    file.
+    """Raise `UsageError` if the command names a tracked file by an absolute path, which both revisions would then use.
 
-    words: the words of the command. environment: its variables, of which only PYTHONPATH matters.
+    words: the arguments of the command. environment: its variables, of which only PYTHONPATH is checked.
     """
     named = [(part, "the command") for word in words for part in word.split("=")]
     named += [(part, "PYTHONPATH") for part in environment.get("PYTHONPATH", "").split(os.pathsep)]
@@ -138,4 +141,6 @@ def refuse_tracked_paths(words: Sequence[str], environment: Mapping[str, str]) -
             and path.resolve().is_relative_to(top)
             and git("ls-files", "--", os.fspath(path.resolve()))
         ):
-            raise UsageError(f"{where} names {part}, so both revisions would run the same file: make it relative")
+            raise UsageError(
+                f"{where} names {part}, so both revisions would run the same file: use a relative path instead"
+            )

@@ -1,4 +1,4 @@
-"""Judges a finished command by its exit status, its log and the service's knowledge of the run."""
+"""Determines the outcome of a finished command from its exit status, its log and the run's state on the service."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Final, Literal
 from tula_wire import Run, RunPatch, RunState
 
 AGENT_PREFIX: Final = "tula:"
-"""Starts each line that the agent prints for the user."""
+"""The prefix of each line that the agent prints for the user."""
 
 EMBED: Final = "call tula_agent.init() and loop over run.steps(loader) in the script."
-"""The remedy if no measurement arrives."""
+"""The remedy that messages name if no measurement arrives."""
 
 _MEMORY_EXCEPTION = re.compile(
     r"^(?:\w+\.)*_?\w*MemoryError\b|(?:CUDA|HIP) out of memory|(?:CUDA|HIP) error: out of memory"
     r"|CUBLAS_STATUS_ALLOC_FAILED|DefaultCPUAllocator: (?:can't allocate|not enough) memory|Cannot allocate memory"
     r"|Caught \w*MemoryError in|RayTaskError\(OutOfMemoryError\)|died with <Signals\.SIGKILL"
 )
-"""Matches the line of an exception about the memory of a device or the host."""
+"""Matches the line of an exception which says that a device or the host ran out of memory."""
 _CONSEQUENCE = re.compile(
     r"ChildFailedError|SignalException|ProcessExitedException|DistBackendError|DistNetworkError"
     r"|Connection (?:closed|reset)|Broken pipe|DataLoader worker \(pid"
 )
-"""Matches exceptions that follow from the end of another rank or process."""
+"""Matches exceptions that are caused by the end of another rank or process."""
 _KILLED_OR_ABORTED = re.compile(
     r"^terminate called after throwing an instance of '(?:std::bad_alloc|c10::\w*OutOfMemoryError)'"
     r"|^slurmstepd: error: Detected \d+ oom[-_ ]kill|^srun: error: .*: Out Of Memory\b"
@@ -36,7 +36,7 @@ _TORCHRUN_STATUS = re.compile(r"^\s+exitcode\s*:\s*(-?\d+)")
 _TRACEBACK = "Traceback (most recent call last)"
 _CAUSE = "The above exception was the direct cause of the following exception:"
 _RANK = re.compile(r"^(\[(?:rank|default)?(\d+)\]:)\s?(?:\[rank\d+\]:\s?)?")
-"""The prefix that torchrun gives a rank's line, followed by torch's prefix for a line of its traceback."""
+"""Matches the prefix that torchrun puts before a rank's line, and the prefix that torch puts before a traceback."""
 _ELASTIC = re.compile(
     r"torch/distributed/(?:elastic|run|launcher)|multiprocessing/api|torch\.distributed\.elastic|ChildFailedError"
     r"|^=+$|^-+$|^Failures:|^\s*<NO_OTHER_FAILURES>|error_file|traceback : |Root Cause"
@@ -53,7 +53,7 @@ _KILLED: Final = 128 + signal.SIGKILL
 
 @dataclass(frozen=True)
 class Outcome:
-    """The final state of a run and why."""
+    """The final state of a run and the reason for it."""
 
     state: RunState
     message: str | None = None
@@ -62,11 +62,11 @@ class Outcome:
 
     @property
     def listed(self) -> str:
-        """Return the lines of the log, to print each on its own line below a sentence."""
+        """Return the log lines as text to append to a sentence, so that each is printed on a separate line."""
         return "".join(f"\n    {line}" for line in self.lines)
 
     def patch(self, run: Run, holder: str) -> RunPatch:
-        """Return the request that reports this outcome of `run` to the service."""
+        """Return the patch that reports this outcome of `run` to the service."""
         text = self.message if not self.lines else f"{self.message} Last lines: {' | '.join(self.lines)}"
         return RunPatch(
             state=self.state,
@@ -78,23 +78,24 @@ class Outcome:
 
 
 def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float | None = None) -> Outcome:
-    """Return the outcome of `run`, in its present state at the service, from exit `status` and the last `lines` of its
-    log.
+    """Return the outcome of `run`, given its exit `status` and the last `lines` of its log.
 
-    A run that was cancelled by a user or by its limits stays cancelled, however its command ended; likewise, a
-    profiling run that has measured enough, which its agent reports as a success, stays a success. A failure that the
-    agent reported is kept, because the agent saw the cause inside the process. Otherwise, status 0 with samples is a
-    success, for a profiling run only if it used the planned configuration; status 137 (SIGKILL, which the kernel sends
-    when memory is short) or an out-of-memory as the exception that ended a rank is an out-of-memory; everything else is
-    a failure. A training run without samples, or with another configuration, succeeds with a message.
+    `run` must have its current state on the service. A run that a user or its limits cancelled stays cancelled, however
+    its command ended. A profiling run that its agent reported as a success, because it measured enough, stays a
+    success. A failure that the agent reported is kept, because the agent saw the cause inside the process.
+
+    Otherwise, status 0 with samples is a success, but a profiling run must also have used the planned configuration. A
+    run is out of memory if its status is 137 (SIGKILL, which the kernel sends when memory runs out) or if an
+    out-of-memory exception ended a rank. Everything else is a failure. A training run without samples, or with another
+    configuration, succeeds with a message.
     """
     if (reported := _reported(run)) is not None:
         return reported
     if timed_out_after_s is not None:
         return Outcome(
             "failed",
-            f"The run did not end within its time limit of {timed_out_after_s:g} s and was stopped: its log holds the "
-            "stack of each rank on this machine. Raise --time-limit if the run was only slow.",
+            f"The run did not finish within its time limit of {timed_out_after_s:g} s and was stopped. Its log "
+            "contains the stack of each rank on this machine. Increase --time-limit if the run was merely slow.",
         )
     if run.state == "out_of_memory" or status == _KILLED or (status != 0 and ran_out_of_memory(lines)):
         batch = run.configuration.local_batch_size
@@ -109,12 +110,12 @@ def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float |
         return Outcome("succeeded")
     if run.kind == "profile":
         return Outcome("failed", f"The command succeeded but no measurement arrived: {EMBED}")
-    silent = "The training succeeded but no measurement arrived, so its recommendation can't be compared with it:"
+    silent = "The training succeeded but no measurement arrived, so the prediction cannot be checked:"
     return Outcome("succeeded", f"{silent} {EMBED}")
 
 
 def _reported(run: Run) -> Outcome | None:
-    """Return the outcome that a user or the agent reported, which is final however the command ends, or None."""
+    """Return the outcome that a user or the agent already reported, which is final, or None if there is none."""
     if run.state == "cancelled":
         return Outcome("cancelled", run.message or "The run was cancelled.")
     if run.kind == "profile" and run.state == "succeeded":
@@ -125,11 +126,11 @@ def _reported(run: Run) -> Outcome | None:
 
 
 def _kept(run: Run) -> str:
-    return f"{run.configuration_mismatch} The measurement is kept for what ran."
+    return f"{run.configuration_mismatch} The measurement is kept for the configuration that ran."
 
 
 def tail(log: Path) -> list[str]:
-    """Return the lines in the last 256 KiB of `log`; empty if it cannot be read."""
+    """Return the lines in the last 256 KiB of `log`, or an empty list if the file cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(0, 2)
@@ -140,10 +141,10 @@ def tail(log: Path) -> list[str]:
 
 
 def ran_out_of_memory(lines: list[str]) -> bool:
-    """Return True if a rank ran out of memory: its exception says so, or a launcher reports that the kernel killed it.
+    """Return True if a rank's exception was about memory, or if a launcher reported that the kernel killed the rank.
 
-    The words alone, in an option, a warning or a caught exception, do not show how a rank ended. A
-    rank's exception is the exception of its last traceback, or one that caused it (`raise ... from`).
+    The exception that counts is the one of the rank's last traceback, or one that caused it (`raise ... from`). The
+    same text in an option, a warning or a caught exception does not show how the rank ended.
     """
     ranks: dict[str, _LastException] = {}
     status = None
@@ -160,7 +161,7 @@ def ran_out_of_memory(lines: list[str]) -> bool:
 
 @dataclass
 class _LastException:
-    """Reads the lines of one process; `of_memory` is True if the exception of its last traceback was about memory."""
+    """Parses the output of one process; `of_memory` is True if the exception in its last traceback was about memory."""
 
     of_memory: bool = False
     _in_traceback: bool = False
@@ -171,7 +172,7 @@ class _LastException:
             self._in_traceback = True
         elif line.startswith(_CAUSE):
             self._from_above = True
-        elif self._in_traceback and line.strip() and line[0] not in " \t|│╭╰":  # not a frame, of rich's either
+        elif self._in_traceback and line.strip() and line[0] not in " \t|│╭╰":  # not a stack frame, nor one of rich
             self._in_traceback = False
             if not _CONSEQUENCE.search(line):
                 self.of_memory = bool(_MEMORY_EXCEPTION.search(line)) or (self._from_above and self.of_memory)
@@ -179,7 +180,10 @@ class _LastException:
 
 
 def relevant_lines(lines: list[str], count: int = 4) -> list[str]:
-    """Return the last lines that contain an error, without the launcher's frames and tables; else the last lines."""
+    """Return the last lines that contain an error, or the last lines of all if no line contains one.
+
+    Stack frames and tables that the launcher printed are omitted.
+    """
     own = [
         f"{rank[1]} {text}" if (rank := _RANK.match(line)) else text
         for line in lines
@@ -190,6 +194,6 @@ def relevant_lines(lines: list[str], count: int = 4) -> list[str]:
 
 
 def agent_warnings(lines: list[str]) -> list[str]:
-    """Return the agent's messages for the user, without their prefix and without repetitions."""
+    """Return the agent's messages for the user, without prefixes and duplicates."""
     texts = (line.partition(AGENT_PREFIX)[2].strip() for line in lines if AGENT_PREFIX in line)
     return list(dict.fromkeys(text for text in texts if text))

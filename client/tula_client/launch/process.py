@@ -1,4 +1,4 @@
-"""Starts and stops one launched command under its supervisor, with its environment, and follows its log.
+"""Starts and stops a launched command under its supervisor, builds its environment, and reads its log.
 
 Neither the command nor its supervisor outlives `tula`.
 """
@@ -21,12 +21,14 @@ from tula_wire import Run
 from tula_wire.memory import ALLOCATOR_VARIABLES, GROWING_SEGMENTS
 
 _MARGIN_S = 45.0
-"""Seconds that the supervisor may need beyond the grace period, for the stop command, the stacks and SIGKILL."""
+"""Seconds that the supervisor may need in addition to the grace period, to run the stop command, print the stacks and
+send SIGKILL.
+"""
 
 _READ_BYTES = 262_144
 _MAX_LINE_BYTES = 65_536
 _OF_ANOTHER_RANK = re.compile(r"\[(?:default|rank)0*[1-9]\d*\]:")
-"""The prefix with which torchrun and torch mark lines of ranks other than the first."""
+"""Matches the prefix with which torchrun and torch mark the output of every rank except the first."""
 _TORCHRUN: Final = frozenset({"torchrun", "torch.distributed.run", "torch.distributed.launch"})
 _RANK_OPTIONS: Final = frozenset(
     {"-t", "--tee", "-r", "--redirects", "--log-dir", "--log_dir", "--logs-specs", "--logs_specs"}
@@ -35,28 +37,29 @@ _RANK_OPTIONS: Final = frozenset(
 _RANK_VARIABLES: Final = frozenset(
     {"PET_TEE", "PET_REDIRECTS", "PET_LOG_DIR", "PET_LOCAL_RANKS_FILTER", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"}
 )
-"""Variables with which a user sets where torchrun writes the output of ranks."""
+"""Environment variables that set where torchrun writes the output of ranks."""
 _WITH_A_VALUE = re.compile(r"-[tr]\d")
-"""The short forms of `_RANK_OPTIONS`, such as `-t3`."""
+"""Matches the short forms of `_RANK_OPTIONS` with a value, such as `-t3`."""
 _ELSEWHERE: Final = frozenset(
     {"srun", "ssh", "pdsh", "mpirun", "mpiexec", "kubectl", "docker", "podman", "apptainer", "singularity", "enroot"}
 )
 """Programs that start another program on other machines or in a container."""
 _TEE: Final = ",".join(f"{local_rank}:3" for local_rank in range(1, 10))
-"""Both streams of the local ranks 1 to 9, if they exist; torchrun accepts a single digit."""
+"""Tees both output streams of the local ranks 1 to 9, if they exist; torchrun accepts only single digits here."""
 
 
 def of_first_rank(lines: Iterable[str]) -> list[str]:
-    """Return the lines, except for lines that are marked as coming from a rank other than the first.
+    """Return the lines without those that are marked as the output of a rank other than the first.
 
-    A line with such a mark in the middle is cut before the mark, since torchrun wrote it after a progress bar.
+    If the mark is in the middle of a line, only the part before the mark is kept, since torchrun wrote the rest of the
+    line after a progress bar.
     """
     beginnings = (_OF_ANOTHER_RANK.split(line, maxsplit=1) for line in lines)
     return [beginning for beginning, *other in beginnings if beginning or not other]
 
 
 class LogLines:
-    """Reads the new lines of a log, except for lines that are marked as coming from a rank other than the first."""
+    """Reads new lines from a log, skipping those that are marked as the output of a rank other than the first."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -64,7 +67,10 @@ class LogLines:
         self._unfinished = b""
 
     def new(self, *, last: bool = False) -> list[str]:
-        """Return the complete lines since the last call, at most 256 KiB; with `last`, also an unfinished line."""
+        """Return the lines that were completed since the last call, at most 256 KiB at a time.
+
+        With `last`, read to the end of the file, and include a last line without a line break.
+        """
         lines: list[bytes] = []
         try:
             with self._log.open("rb") as file:
@@ -80,13 +86,13 @@ class LogLines:
             return []
         if last and self._unfinished:
             lines.append(self._unfinished)
-        # A progress bar returns to the start of its line.
+        # Keep only what follows the last carriage return, since a progress bar rewrites its line.
         texts = (line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace") for line in lines)
         return of_first_rank(texts)
 
 
 class Process:
-    """One command under its supervisor, with all output in one log file."""
+    """One command that runs under its supervisor and writes all output to one log file."""
 
     def __init__(self, supervisor_process: subprocess.Popen[bytes], grace_s: float) -> None:
         self._supervisor = supervisor_process
@@ -98,10 +104,10 @@ class Process:
         return status if status is None or status >= 0 else 128 - status
 
     def request_stop(self, *, stacks: bool = False) -> None:
-        """Ask the supervisor to send SIGTERM to the command, then to the remaining processes, then SIGKILL; return at
-        once.
+        """Ask the supervisor to stop the command, and return immediately.
 
-        stacks: each rank first prints its stack to the log, which ends the rank.
+        The supervisor sends SIGTERM to the command, then to the remaining processes, and finally SIGKILL. With
+        `stacks`, each rank first prints its stack to the log, which ends the rank.
         """
         if self._supervisor.stdin is not None and self._supervisor.poll() is None:
             with suppress(BrokenPipeError):
@@ -109,7 +115,7 @@ class Process:
                 self._supervisor.stdin.flush()
 
     def stop(self) -> None:
-        """Stop the command and all processes below it."""
+        """Stop the command and all its descendants."""
         self.request_stop()
         try:
             self._supervisor.wait(timeout=self._grace_s + _MARGIN_S)
@@ -133,7 +139,7 @@ def start(
 ) -> Process:
     """Start `command` in a new session, in `folder` or the current folder, and append its output to `log`.
 
-    `stop_command` cancels the cluster job of a command that only submits (`sbatch --wait`, `kubectl`). Raises
+    If `command` only submits a cluster job (`sbatch --wait`, `kubectl`), `stop_command` cancels that job. Raises
     `UsageError` if the first word of either command is not a program on this machine.
     """
     for what, words in (("command", command), ("stop command", stop_command)):
@@ -163,7 +169,10 @@ def run_variables(
     restart: int,
     smaller: Sequence[Run] = (),
 ) -> dict[str, str]:
-    """Return the `TULA_*` variables of `run`, listed in `docs/commands.md`; `smaller`: the other runs of its launch."""
+    """Return the `TULA_*` variables of `run`, which `docs/commands.md` lists.
+
+    smaller: the runs of smaller batches that the same launch measures.
+    """
     configuration = run.configuration
     variables = {
         "TULA_URL": url,
@@ -204,24 +213,26 @@ def command_environment(
     *,
     rank_logs: Path | None = None,
 ) -> dict[str, str]:
-    """Return the environment of `command`: inherited, but without an outer run's `TULA_*` variables, and unbuffered.
+    """Return the environment in which to run `command`.
 
-    rank_logs: the folder in which torchrun keeps the output of each rank except the first.
+    It consists of `variables` and of the inherited variables, except the `TULA_*` variables of an enclosing run, and
+    makes Python write its output unbuffered. rank_logs: the folder in which torchrun keeps the output of each rank
+    except the first.
     """
     kept = {name: value for name, value in inherited.items() if not name.startswith("TULA_")}
     defaults = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
-    words = [part for word in command for part in word.split()]  # also of `bash -c "torchrun ..."`
+    words = [part for word in command for part in word.split()]  # includes the words in `bash -c "torchrun ..."`
     if any(word.rpartition("/")[2] in _TORCHRUN for word in words):
         # torchrun sets this itself, but only if it starts more than one rank on a node. A run with one rank would use
-        # every core, and its measurement could not be compared with that of other runs.
+        # every core, so its measurement could not be compared with those of other runs.
         defaults["OMP_NUM_THREADS"] = "1"
         if rank_logs is not None and _starts_here(words) and not _says_where_ranks_write(words, inherited):
-            # The first rank writes into the log itself, so that nothing delays what it prints. torchrun copies the
-            # lines of each other rank there, marked with the rank.
+            # The first rank writes to the log directly, so that its output is not delayed. torchrun copies the lines of
+            # the other ranks to the log, each marked with its rank.
             defaults["PET_TEE"], defaults["PET_LOG_DIR"] = _TEE, str(rank_logs)
             defaults["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank${rank}]: "
     if not any(name in inherited for name in ALLOCATOR_VARIABLES):
-        # Segments that grow do not fragment, so only allocated memory limits the largest batch.
+        # Expandable segments avoid fragmentation, so only allocated memory limits the largest batch.
         defaults[ALLOCATOR_VARIABLES[0]] = GROWING_SEGMENTS
     if "TULA_DISABLED" in inherited:
         defaults["TULA_DISABLED"] = inherited["TULA_DISABLED"]
@@ -229,13 +240,13 @@ def command_environment(
 
 
 def _starts_here(words: Sequence[str]) -> bool:
-    """Return True if a command with torchrun starts it on this machine; another may lack the log folder."""
+    """Return True if the command starts torchrun on this machine, where the log folder exists."""
     names = [word.rpartition("/")[2] for word in words]
     here = names[0] in ("torchrun", "bash", "sh", "env", "uv") or names[0].startswith("python")
     return here and _ELSEWHERE.isdisjoint(names)
 
 
 def _says_where_ranks_write(words: Iterable[str], inherited: Mapping[str, str]) -> bool:
-    """Return True if the user sets an option or a variable of torchrun for the output of ranks."""
+    """Return True if the user already sets a torchrun option or variable that controls the output of ranks."""
     options = {word[:2] if _WITH_A_VALUE.match(word) else word.partition("=")[0] for word in words}
     return not _RANK_OPTIONS.isdisjoint(options) or not _RANK_VARIABLES.isdisjoint(inherited)

@@ -1,4 +1,4 @@
-"""Finds the job that a specification describes, changes the fields that may change, or registers a new job."""
+"""Finds the job that a specification describes and updates its changeable fields, or registers a new job."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from tula_client._client import Client
 from tula_wire import Job, JobPatch, JobSpec, Price
 
 _MAX_JOBS: Final = 20
-"""How many of the newest jobs with the same name are compared."""
+"""The number of newest jobs with the same name that are compared with a specification."""
 
 _CHANGEABLE: Final = re.compile(
     r"objective|usd_per_hour_of_waiting|usd_per_kwh|gco2_per_kwh|profiling\.(share_launches|only)|limits\.\w+"
     r"|cluster.*\.price\.(spot\.)?\w+",
     re.DOTALL,
 )
-"""Paths that `JobPatch` can change: the objective, prices (of waiting, energy and nodes), limits, how runs are
-launched, and which options vary.
+"""Matches the paths of fields that `JobPatch` can change: the objective, prices (of waiting, energy and nodes), limits,
+how runs are launched, and which options vary.
 """
 
 Differences = dict[str, tuple[Any, Any]]
-"""The value in a registered job and the value in the specification, by dotted path."""
+"""Maps the dotted path of a field to its value in a registered job and its value in a specification."""
 
 
 @dataclass(frozen=True)
 class Registered:
-    """The job, and notes for the user about what changed."""
+    """A job, and notes that tell the user what changed."""
 
     job: Job
     notes: tuple[str, ...]
 
 
 def register(client: Client, spec: JobSpec, *, retry_failed: bool = False) -> Registered:
-    """Return the job of `spec`: the newest job with its name that is equal or can be made equal, else a new job.
+    """Return the newest job with the name of `spec` that matches `spec` or can be changed to match it, or a new job.
 
-    With `retry_failed`, the failed runs of an older job are planned again. Raises the client's errors.
+    With `retry_failed`, the failed runs of an existing job are planned again. Raises the client's errors.
     """
     differing = [(job, _differences(job, spec)) for job in _jobs_named(client, spec.name)]
     usable = [(job, changes) for job, changes in differing if not _fixed(changes)]
@@ -67,13 +67,13 @@ def register(client: Client, spec: JobSpec, *, retry_failed: bool = False) -> Re
         job = client.patch_job(job.id, JobPatch.model_validate(patch))
     if changes:
         said = ", ".join(f"{path} {_text(before)} -> {_text(after)}" for path, (before, after) in changes.items())
-        notes.append(f"Changed {job.name} ({job.id}), whose measurements are kept: {said}.")
+        notes.append(f"Changed the job {job.name} ({job.id}) and kept its measurements: {said}.")
     return Registered(job, tuple(notes))
 
 
 def _jobs_named(client: Client, name: str) -> list[Job]:
     """Return the newest unarchived jobs with this name."""
-    if not name.isprintable():  # no search takes it
+    if not name.isprintable():  # the service accepts only printable text in a search
         return []
     return [client.job(summary.id) for summary in client.send(_flows.jobs_named(name, _MAX_JOBS))]
 
@@ -90,10 +90,10 @@ def _differences(job: Job, spec: JobSpec) -> Differences:
 
 
 def _completed(spec: JobSpec, registered: JobSpec) -> JobSpec:
-    """Return `spec` with values that its file omits and that the registered job received later.
+    """Return `spec` with the values that it omits and that were set in the registered job later.
 
-    These are the price of waiting, which `tula tune` asks for if there are prices, and `profiling.share_launches`,
-    which is off if the script's batches cannot be cut.
+    These values are the price of waiting, which `tula tune` asks the user for if there are prices, and
+    `profiling.share_launches`, which is turned off if the script's batches cannot be cut.
     """
     later: dict[str, Any] = {}
     if "usd_per_hour_of_waiting" not in spec.model_fields_set and any(
@@ -106,12 +106,15 @@ def _completed(spec: JobSpec, registered: JobSpec) -> JobSpec:
 
 
 def _fixed(differences: Differences) -> list[str]:
-    """Return the paths at which a registered job cannot be changed."""
+    """Return the paths among `differences` that cannot be changed in a registered job."""
     return [path for path in differences if not _CHANGEABLE.fullmatch(path)]
 
 
 def _values_by_path(spec: JobSpec) -> dict[str, Any]:
-    """Return every value by its dotted path; clusters are keyed by instance type, since their order does not matter."""
+    """Return every value in `spec` by its dotted path.
+
+    The paths of several clusters contain the instance type instead of an index, since the order does not matter.
+    """
     values = dict(_flatten("", spec.model_dump(mode="json", exclude={"cluster"})))
     values["cluster.instance_type"] = sorted(cluster.instance_type for cluster in spec.cluster)
     for cluster in spec.cluster:
@@ -134,10 +137,10 @@ def _text(value: Any) -> str:
 
 
 def _explain_new_job(name: str, job: Job, differing: list[tuple[Job, Differences]]) -> str:
-    """Return a sentence on why another job of this name was registered, and how to address each job."""
+    """Return a message that explains why another job with this name was registered, and how to refer to each job."""
     nearest, differences = min(differing, key=lambda entry: len(_fixed(entry[1])))
     return (
-        f"Registered a new job {name!r} ({job.id}): the existing job {nearest.id} differs in "
-        f"{', '.join(_fixed(differences))}, which cannot be changed. Use the ids of these jobs instead of their name, "
-        f"or archive the other: tula jobs archive {nearest.id}."
+        f"Registered a new job {name!r} ({job.id}), because the existing job {nearest.id} differs in "
+        f"{', '.join(_fixed(differences))}, which cannot be changed. Refer to these jobs by id instead of by name, or "
+        f"archive the older job: tula jobs archive {nearest.id}."
     )

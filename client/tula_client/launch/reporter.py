@@ -1,4 +1,4 @@
-"""Prints the progress of `tula tune` and `tula run`: runs, the rest of the plan, and messages."""
+"""Prints the progress of `tula tune` and `tula run`: runs, the remaining plan, and messages."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _WORDS = {"succeeded": "measured", "out_of_memory": "out of memory", "failed": "
 
 
 class Reporter:
-    """Draws a progress bar on a terminal; prints plain lines to a file. `quiet` hides the output of training.
+    """Draws a progress bar on a terminal, and prints plain lines to a file.
 
-    The methods are called for every event, in order, and must not raise. A quiet console prints nothing.
+    With `quiet`, the output of training commands is hidden; with a quiet console, nothing is printed. The methods are
+    called for every event, in order, and must not raise exceptions.
     """
 
     def __init__(self, console: Console, *, quiet: bool = False) -> None:
@@ -49,7 +50,7 @@ class Reporter:
 
     @property
     def is_quiet(self) -> bool:
-        """Return True if nothing at all is printed."""
+        """Return True if the reporter prints nothing."""
         return self._console.quiet
 
     def __enter__(self) -> Self:
@@ -60,14 +61,14 @@ class Reporter:
         self._progress.stop()
 
     def job(self, job: Job) -> None:
-        """Update the bar after a change of the job, and print the rest of the plan with its cost."""
+        """Update the progress bar after the job has changed, and print the remaining plan with its cost."""
         self._job, self._job_known_at = job, time.monotonic()
         self._describe()
         if job.profiling_cost.launches_left:
             self._console.print(f"plan      {rest_of_plan(job.profiling_cost)}", highlight=False)
 
     def started(self, run: Run, log: Path) -> None:
-        """Print which run was started."""
+        """Print the configuration and purpose of a run that was started."""
         self._running[run.id] = run.configuration
         purpose = escape(f" ({run.purpose.rstrip('.')})") if run.purpose else ""
         self._console.print(f"[dim]start[/]     {configuration(run.configuration)}[dim]{purpose}[/]", highlight=False)
@@ -76,14 +77,14 @@ class Reporter:
         self._describe()
 
     def output(self, lines: Sequence[str]) -> None:
-        """Print the latest output of a training run's command."""
+        """Print new output of a training run's command."""
         for line in lines if not self._quiet else ():
             self._console.print(Text.from_ansi(line), soft_wrap=True)
 
     def finished(self, run: Run, outcome: Outcome, log: Path, took_s: float) -> None:
-        """Print one line about a run that has ended; after a failure, also the path of the log and its last lines.
+        """Print one line about a run that has ended and, after a failure, the path and the last lines of its log.
 
-        `took_s` is the duration of the launch, or 0 for its smaller batches.
+        `took_s` is the duration of the launch in seconds, or 0 for the runs of its smaller batches.
         """
         self._running.pop(run.id, None)
         word = _WORDS.get(outcome.state, outcome.state)
@@ -101,7 +102,7 @@ class Reporter:
         self._describe()
 
     def waiting(self, reason: str) -> None:
-        """Print why nothing can be started now, unless that was the last message."""
+        """Print the reason why no run can be started now, unless that reason was the last to be printed."""
         if reason != self._last_reason:
             self._last_reason = reason
             self._console.print(f"waiting   {reason}", highlight=False, markup=False)
@@ -111,7 +112,7 @@ class Reporter:
         self._console.print(f"note      {text}", highlight=False, markup=False)
 
     def _describe(self) -> None:
-        """Draw the runs in progress and the rest of the plan, once the job is known."""
+        """Update the progress bar with the runs in progress and the remaining plan, once the job is set."""
         job = self._job
         if job is None:
             return
@@ -125,7 +126,7 @@ class Reporter:
 
 
 def _cut_short(run: Run) -> str:
-    """Return text such as `, 4 of 16 steps` for a profiling run with too few steps for a precise step time."""
+    """Return text such as `, 4 of 16 steps` if a profiling run measured too few steps for a precise step time."""
     planned = 0 if run.instruction is None else min(FEWEST_STEPS, run.instruction.measuring_steps)
     if run.instruction is None or not 0 < (run.num_steps or 0) < planned:
         return ""
@@ -133,15 +134,15 @@ def _cut_short(run: Run) -> str:
 
 
 def _place(log: Path) -> str:
-    """Return the path of a log, and of the folder with the logs of other ranks if it exists."""
+    """Return the path of a log and, if it exists, the path of the folder with the logs of the other ranks."""
     ranks = rank_logs(log)
-    return f"{log} (each other rank's: {ranks})" if ranks.is_dir() else str(log)
+    return f"{log} (logs of other ranks: {ranks})" if ranks.is_dir() else str(log)
 
 
 def rest_of_plan(cost: ProfilingCost) -> str:
-    """Describe the rest of a plan, such as `2 launches, 8 configurations, about 3 min 20 s and $0.21`.
+    """Return a description of the remaining plan, such as `2 launches, 8 configurations, about 3 min 20 s and $0.21`.
 
-    Without prices, the text has no cost. If the search may add launches, it also has the total of all launches.
+    The text includes the cost if there are prices, and the upper bound of the total if the search may add launches.
     """
 
     def words(launches: int, seconds: float, usd: float | None, between: str) -> str:

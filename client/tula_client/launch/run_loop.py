@@ -1,8 +1,8 @@
-"""Takes a run from lease to outcome: starts its command, renews the lease, judges how it ended, and reports to the
-service.
+"""Supervises runs: leases them, starts their commands, renews the leases, judges outcomes and reports to the service.
 
-The service's answer is checked before a command is started, since it becomes the command's arguments and `TULA_*`
-variables: training with the kind `profile`, for example, would end after a few steps with exit code 0.
+A run that the service returns is checked before its command is started, because its fields become the command's
+arguments and `TULA_*` variables. A training run with the kind `profile`, for example, would end after a few steps with
+exit code 0.
 """
 
 from __future__ import annotations
@@ -57,19 +57,20 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LEASE_S: Final = 60.0
-"""Seconds after which the service reclaims a run whose `tula` died."""
+"""Seconds after which the service reclaims a run if the `tula` process that leased the run has died."""
 POLL_S: Final = 0.05
 SILENT_S: Final = 45.0
-"""Seconds after which a profiling run without a measurement is reported."""
+"""Seconds after which a note is printed about a profiling run that has not sent a measurement."""
 ENDS_WITHIN_S: Final = 30.0
-"""Seconds within which the command of a profiling run must end after its agent has reported the end; `sbatch
---wait` checks its job every ten seconds.
+"""Seconds within which the command of a profiling run must end after its agent has reported the end of the run.
+
+The limit allows for `sbatch --wait`, which checks its job only every ten seconds.
 """
 RETRY_S: Final = 600.0
-"""Longest wait for an unreachable service, so that a restart of the service does not end `tula tune`."""
+"""The maximum time for which an unreachable service is retried, so that a service restart does not end `tula tune`."""
 _RETRY_INTERVAL_S: Final = 1.0
 _UNREACHABLE: Final = (ServiceUnreachableError, ServiceUnavailableError, TooManyRequestsError, ForeignAnswerError)
-"""Errors after which the service is expected to answer again, since it answered when the job was read."""
+"""Errors that are retried, since the service was reachable when the job was read."""
 _HEARTBEAT_RETRY_S: Final = 5.0
 _DUMP_TIMEOUT_S: Final = 10.0
 _MOST_OUTPUT_BYTES: Final = 65_536
@@ -83,8 +84,9 @@ class ActiveRun:
     """A run whose command was started; times are in seconds of the runner's clock.
 
     smaller: the runs of smaller batches that the same command measures first. limit_from: the start of the time limit,
-    which begins at the launch and again at the first measurement. limit_reached: the training run was asked to end at
-    its own limit. has_measured: its first sample is stored. has_ended: the service refused to renew its lease.
+    which begins at the launch and is restarted at the first measurement. limit_reached: the training run was asked to
+    end because it reached its own limit. has_measured: the service has stored the run's first sample. has_ended: the
+    service refused to renew the run's lease.
     """
 
     run: Run
@@ -106,16 +108,17 @@ class ActiveRun:
 
 @dataclass
 class Runner:
-    """Starts commands for runs that `holder` has leased, and supervises them until they end; for use in `with`.
+    """A context manager that starts commands for runs that `holder` has leased, and supervises them until they end.
 
-    On entry, the runner executes the stop commands that an earlier `tula` left in the folder `work`, whose lock the
-    caller holds. A stop command is on disk while its job runs, so that a cluster job is cancelled even after a reboot.
-    A stop command that fails is not repeated, since usually its job is gone because the supervisor cancelled it. On
-    exit, the runner stops the commands that still run, and returns their runs to the plan.
+    On entry, the runner executes the stop commands that an earlier `tula` process left in the folder `work`, which the
+    caller has locked. A stop command is kept on disk while its job runs, so that a cluster job can be cancelled even
+    after a reboot. A stop command that fails is not retried, since it usually fails because the supervisor has already
+    cancelled the job. On exit, the runner stops all commands that are still running, and returns their runs to the
+    plan.
 
-    time_limit_s: the limit of a run's start-up, and again of the rest. grace_s: seconds between
-    SIGTERM and SIGKILL. stop_template: the command that cancels a cluster job. inherited: environment variables of the
-    commands. active: the runs whose commands run now.
+    time_limit_s: a limit for a run's start-up, and the same limit for the rest of the run. grace_s: seconds between
+    SIGTERM and SIGKILL. stop_template: the command that cancels a cluster job. inherited: environment variables that
+    commands inherit. active: the runs whose commands are running.
     """
 
     service: Client
@@ -135,11 +138,11 @@ class Runner:
 
     def __enter__(self) -> Self:
         for name in self.work.names(_SUBMITTED):
-            # Any: the validation of `str` refuses an argument in another encoding than UTF-8.
+            # The element type is Any because validation as `str` would reject arguments that are not valid UTF-8.
             words = (self.work.load(dict[str, list[Any]], name) or {}).get("stop_command")
             if words and self._succeeds(words, _STOP_COMMAND_TIMEOUT_S):
                 launch_id = name.removeprefix(_SUBMITTED)
-                self.reporter.note(f"Ran the stop command of {launch_id}, left behind by an interrupted start.")
+                self.reporter.note(f"Ran the stop command of {launch_id}, which an interrupted launch left behind.")
             self.work.delete(name)
         return self
 
@@ -149,11 +152,11 @@ class Runner:
         for active in list(self.active):
             self.abandon(active)
         for made in self._tokens.values():
-            with suppress(TulaError):  # it expires by itself
+            with suppress(TulaError):  # the token expires anyway
                 self.service.revoke_token(made.token.id)
 
     def retrying(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Make a call and return its answer; repeat it while the service is unreachable, for at most RETRY_S."""
+        """Make a call and return its result, retrying for at most RETRY_S seconds while the service is unreachable."""
         deadline = self.clock() + RETRY_S
         reported = False
         while True:
@@ -168,19 +171,25 @@ class Runner:
                 self.sleep(_RETRY_INTERVAL_S)
 
     def claim(self, job: Job, max_nodes: int, *, whole_launch: bool = False) -> RunClaimed:
-        """Lease and return the next runs of `job`'s plan. Raises `LaunchError` if the runs are not as requested."""
+        """Lease and return the next runs in the plan of `job`.
+
+        Raises `LaunchError` if the service returns runs that do not match the request.
+        """
         claim = ClaimRequest(holder=self.holder, lease_s=LEASE_S, max_nodes=max_nodes, whole_launch=whole_launch)
         claimed = self.retrying(self.service.claim, job.id, claim)
         if claimed.run is not None:
             largest = check_configuration(claimed.run.configuration, job)
             _check_run(claimed.run, job, "profile", replace(largest, num_nodes=min(largest.num_nodes, max_nodes)))
-            for run in claimed.smaller:  # only the local batch differs
+            for run in claimed.smaller:  # these runs must differ only in the local batch
                 batch = min(check_configuration(run.configuration, job).local_batch_size, largest.local_batch_size - 1)
                 _check_run(run, job, "profile", replace(largest, local_batch_size=batch))
         return claimed
 
     def create_run(self, job: Job, kind: RunKind, configuration: Configuration, **more: Any) -> Run:
-        """Register and return a run outside the plan of `job`. Raises `LaunchError` if it is not as requested."""
+        """Register and return a run that is not in the plan of `job`.
+
+        Raises `LaunchError` if the service returns a run that does not match the request.
+        """
         create = RunCreate(kind=kind, configuration=configuration, holder=self.holder, lease_s=LEASE_S, **more)
         return _check_run(self.retrying(self.service.create_run, job.id, create), job, kind, configuration)
 
@@ -196,10 +205,11 @@ class Runner:
         learning_rate_factor: float = 1.0,
         examples: float = 1.0,
     ) -> ActiveRun:
-        """Start the command of `run`; without `checkpoints`, a scratch folder is used.
+        """Start the command of `run` and return the active run.
 
-        smaller: runs that differ only in a smaller local batch, which the same command measures. examples: the number
-        of examples in the whole training. Raises `UsageError`, after releasing the leases, if there is no such program.
+        checkpoints: the checkpoint folder, by default a scratch folder. smaller: runs of smaller local batches that the
+        same command measures. examples: the number of examples in the whole training. Raises `UsageError`, after
+        releasing the leases, if the program does not exist.
         """
         checkpoints = checkpoints or self.work.scratch(run.id)
         launch_id = f"{run.id}-{secrets.token_hex(3)}"
@@ -209,7 +219,9 @@ class Runner:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             self.release(run, *smaller)
-            raise UsageError(f"the folder {folder} cannot be made ({error.strerror}): nothing was started") from None
+            raise UsageError(
+                f"the folder {folder} cannot be created ({error.strerror}), so the run was not started"
+            ) from None
         variables = run_variables(
             run,
             url=self.service.url,
@@ -242,8 +254,8 @@ class Runner:
         ranks = rank_logs(log) if run.configuration.world_size > 1 else None
         environment = command_environment(self.inherited, variables, command, rank_logs=ranks)
         if ranks is not None and environment.get("PET_LOG_DIR") == str(ranks):
-            with suppress(OSError):  # torchrun reports what is wrong
-                ranks.mkdir()  # so that its path can be named from the start
+            with suppress(OSError):  # torchrun reports the error
+                ranks.mkdir()  # the folder must exist now, so that the reporter can print its path
         try:
             process = self.start_command(
                 command,
@@ -265,11 +277,11 @@ class Runner:
         return active
 
     def poll(self, active: ActiveRun) -> int | None:
-        """Return the exit status if the command has ended; else enforce the time limits, renew the lease, and return
-        None.
+        """Return the exit status of the command, or None if it is still running.
 
-        At the runner's limit, each rank prints its stack; at a training run's own limit (`limits.on_breach`), the run
-        is asked to end. This also reports the new output of a training run.
+        While the command runs, this method enforces the time limits and renews the lease. At the runner's limit, each
+        rank prints its stack; at a training run's own limit (`limits.on_breach`), the run is asked to end. The method
+        also prints new output of a training run.
         """
         status = active.process.poll()
         if active.run.kind == "train":
@@ -294,10 +306,10 @@ class Runner:
         return None
 
     def finish(self, active: ActiveRun, status: int) -> list[tuple[Run, Outcome]]:
-        """Judge, report and return every run of a command that ended with `status`, in the order of measurement.
+        """Judge and report every run of a command that ended with `status`; return them in the order of measurement.
 
-        A run that had not begun returns to the plan, and so does the run of the largest batch if it has no samples
-        after the others: a command that ends between two batches has measured only the first.
+        A run that had not started returns to the plan. So does the run of the largest batch if the smaller batches were
+        measured but the command ended before it measured the largest.
         """
         self._ended(active)
         lines = tail(active.log)
@@ -313,7 +325,7 @@ class Runner:
         elif reached:
             self.reporter.note(
                 f"The command ended before its local batch of {largest.configuration.local_batch_size} was measured, "
-                "which stays in the plan: let the script train for longer, and one launch measures it too."
+                "so this batch stays in the plan. If the script trains for longer, one launch can measure all batches."
             )
         self.release(*(run for run in runs if run not in begun))
         outcomes: list[tuple[Run, Outcome]] = []
@@ -324,35 +336,35 @@ class Runner:
             if outcome.state == "succeeded" and outcome.message:
                 self.reporter.note(f"Run {run.id}: {outcome.message.removeprefix(f'Run {run.id} ')}")
             self._send_output(active, ended, ended.state)
-            # The duration of the launch is reported with its largest batch.
+            # The duration of the launch is printed only with the run of the largest batch.
             took_s = self.clock() - active.started_at if run is largest else 0.0
             self.reporter.finished(ended, outcome, active.log, took_s)
             outcomes.append((ended, outcome))
         return outcomes
 
     def _judge(self, active: ActiveRun, run: Run, status: int, lines: list[str], stopped: bool) -> tuple[Run, Outcome]:
-        """Return one run of a command that ended with `status`, in its state at the service, and its outcome.
+        """Report the outcome of one run of a command that ended with `status`; return the updated run and the outcome.
 
         stopped: the command was stopped because the run of its largest batch was cancelled.
         """
         limit = self.time_limit_s if active.stacks_dumped_at is not None else None
         outcome = judge(run, status, lines, timed_out_after_s=limit)
         if active.limit_reached and run.state != "cancelled":
-            text = f"Stopped at its time limit of {duration(run.time_limit_s)}."
+            text = f"The run was stopped at its time limit of {duration(run.time_limit_s)}."
             outcome = Outcome("cancelled", text, end_cause="time_limit")
         if stopped:
-            outcome = Outcome("cancelled", "The run of the largest batch of its launch was cancelled.")
+            outcome = Outcome("cancelled", "The run of the largest batch in the same launch was cancelled.")
         if run.state != outcome.state:
             try:
                 run = self.retrying(self.service.patch_run, run.id, outcome.patch(run, self.holder))
                 if outcome.state == run.state == "succeeded":
                     outcome = replace(outcome, message=run.message)
             except ConflictError as error:
-                self.reporter.note(f"Run {run.id}: the service kept the state that it had ({error}).")
+                self.reporter.note(f"Run {run.id}: the service did not change the run's state ({error}).")
         return run, outcome
 
     def abandon(self, active: ActiveRun) -> None:
-        """Stop the command and return its run to the plan."""
+        """Stop the command of an active run and return its runs to the plan."""
         active.process.stop()
         self._ended(active)
         self.release(active.run, *active.smaller)
@@ -362,18 +374,17 @@ class Runner:
         self.work.delete(_SUBMITTED + active.launch_id)
 
     def release(self, *runs: Run) -> None:
-        """Return leases, or cancel a training run; if the service is unreachable, the leases expire."""
+        """Return profiling runs to the plan and cancel training runs; if the service is unreachable, leases expire."""
         patch = RunPatch(state="pending", holder=self.holder)
-        stopped = RunPatch(state="cancelled", holder=self.holder, message="It was stopped before its end.")
+        stopped = RunPatch(state="cancelled", holder=self.holder, message="The run was stopped before it finished.")
         for run in runs:
             with suppress(TulaError):  # a later `tula run` creates another run that continues the training
                 self.service.patch_run(run.id, stopped if run.kind == "train" else patch)
 
     def _agent_token(self, job_id: str) -> str | None:
-        """Return a token that may only report for this job, since the user's token would give the job's code all
-        rights.
+        """Return a token that permits only reports for this job, or None if `tula` itself has no token.
 
-        Returns None if `tula` itself has no token.
+        The user's token would give the job's code all of the user's rights.
         """
         if not self.inherited.get("TULA_TOKEN"):
             return None
@@ -383,7 +394,7 @@ class Runner:
         return self._tokens[job_id].secret
 
     def _run_with_samples(self, run_id: str) -> Run:
-        """Upload the samples that the run's agent could not send, and return the run in its state at the service."""
+        """Upload any samples that the run's agent could not send, and return the run's current state on the service."""
         run = self.retrying(self.service.run, run_id)
         spool = self.work.spool(run_id)
         if run.num_samples == 0 and any(spool.glob("*.spool")):
@@ -394,7 +405,7 @@ class Runner:
         return run
 
     def _succeeds(self, command: list[str], timeout_s: float, **variables: str) -> bool:
-        """Run a short command with the environment of this `tula` and `variables`; return True if it succeeded."""
+        """Run a short command with the inherited environment and `variables`; return True if the command succeeded."""
         environment = {**self.inherited, "TULA_URL": self.service.url, **variables}
         try:
             done = subprocess.run(
@@ -410,7 +421,7 @@ class Runner:
         return done.returncode == 0
 
     def _look_for_measurements(self, active: ActiveRun) -> None:
-        """Restart the time limit at the first measurement, and note once that a profiling run has sent none yet."""
+        """Restart the time limit at a run's first measurement; print a note if a profiling run has long sent none."""
         first, now = (*active.smaller, active.run)[0], self.clock()
         if active.has_measured:
             return
@@ -419,12 +430,13 @@ class Runner:
                 active.has_measured, active.limit_from = True, now
             elif first.kind == "profile" and not active.silence_reported and now - active.started_at >= SILENT_S:
                 active.silence_reported = True
-                steps = f"If its steps have begun (see {active.log}), {EMBED}"
-                self.reporter.note(f"Run {first.id}: still starting after {now - active.started_at:.0f} s. {steps}")
+                steps = f"If training has already begun (see {active.log}), {EMBED}"
+                self.reporter.note(f"Run {first.id}: no measurement after {now - active.started_at:.0f} s. {steps}")
 
     def _send_output(self, active: ActiveRun, run: Run, state: RunState) -> None:
-        """Send the tail of rank 0's output if it is new and the user has agreed; after a failure it is still in the
-        log.
+        """Send the tail of rank 0's output to the service if it is new and the user has not disabled sending output.
+
+        A failure to send is ignored, since the output is also in the log.
         """
         if self.inherited.get("TULA_SEND_OUTPUT") == "0":
             return
@@ -444,7 +456,7 @@ class Runner:
         except ConflictError:  # the agent has ended the run, or a user has cancelled it
             with suppress(TulaError):
                 state = self.service.run(active.run.id).state
-                # A profiling run that is over ends by itself, unless its script stays in its loop.
+                # The command of a finished profiling run ends by itself, unless its script remains in the loop.
                 over = active.has_ended and active.run.kind == "profile" and state in FINAL_STATES
                 if over or state == "cancelled":
                     active.process.request_stop()
@@ -455,21 +467,21 @@ class Runner:
 
 
 def _check_run(run: Run, job: Job, kind: RunKind, configuration: Configuration) -> Run:
-    """Return `run` if it is the requested run of `job`; raises `LaunchError` with the first wrong field."""
+    """Return `run` if it is the requested run of `job`; otherwise raise `LaunchError` naming the first wrong field."""
     asked: dict[str, object] = {"job_id": job.id, "kind": kind, "configuration": configuration}
     if kind == "profile" or job.spec.limits.on_breach != "stop":
-        asked["time_limit_s"] = None  # nothing stops such a run at its limits
+        asked["time_limit_s"] = None  # such a run must not have a limit at which it is stopped
     for field_name, value in asked.items():
         if getattr(run, field_name) != value:
             raise LaunchError(
-                f"the service answered run {run.id} with {field_name} {getattr(run, field_name)}, where {value} was "
-                "expected: its command is not started"
+                f"the service returned run {run.id} with {field_name} {getattr(run, field_name)} instead of {value}, "
+                "so the run was not started"
             )
     return run
 
 
 def check_configuration(configuration: Configuration, job: Job) -> Configuration:
-    """Return `configuration` if the job's specification allows it; else raise `LaunchError`."""
+    """Return `configuration` if the job's specification allows it; otherwise raise `LaunchError`."""
     batch = job.spec.batch
     fixed, held, steps = batch.global_batch_size is not None, batch.grad_accum_steps, configuration.grad_accum_steps
     allowed = (
@@ -487,5 +499,8 @@ def check_configuration(configuration: Configuration, job: Job) -> Configuration
         and all(word in job.spec.options[name] for name, word in configuration.options)
     )
     if not allowed:
-        raise LaunchError(f"the service answered {configuration}, which the job's specification rules out: not started")
+        raise LaunchError(
+            f"the service returned {configuration}, which the job's specification does not allow, so the run was not "
+            "started"
+        )
     return configuration

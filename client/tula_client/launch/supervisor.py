@@ -1,13 +1,15 @@
-"""Runs one launched command as its parent process, and ends it with all its descendants, whatever happens to `tula`.
+"""Runs a launched command as a child process, and ends it with all its descendants, even if `tula` is killed.
 
-This module runs as a script and imports only the standard library. It registers as the reaper of orphaned descendants
-(Linux, prctl PR_SET_CHILD_SUBREAPER), so that it finds ranks that torchrun moved to another session. Its standard input
-is a pipe from `tula`: `s` stops the command, `d` stops it after every rank has printed its stack, and the end of the
-pipe (`tula` died, even by kill -9) also stops it. Its exit status is the command's, or 128 + n for signal n.
+This module runs as a script and imports only the standard library. On Linux it registers as the reaper of orphaned
+descendants (prctl PR_SET_CHILD_SUBREAPER), so that it can find ranks that torchrun moved to another session. Its
+standard input is a pipe from `tula`. The byte `s` stops the command, `d` stops it after every rank has printed its
+stack, and the end of the pipe, which means that `tula` has died, also stops it. The supervisor exits with the status of
+the command, or with 128 + n for signal n.
 
-Stopping begins at the top of the process tree: first only the command gets SIGTERM, as from a kubelet, since torchrun
-and srun pass it on to ranks, and a rank that saves needs its data-loading processes. A process whose parent has ended
-is also treated as a top. After half of the grace period, all remaining processes get SIGTERM, and at its end SIGKILL.
+Stopping begins at the top of the process tree. At first only the command receives SIGTERM, as under a kubelet, because
+torchrun and srun forward the signal to ranks, and a rank that saves a checkpoint needs its data-loading processes. A
+process whose parent has ended also counts as a top. After half of the grace period, all remaining processes receive
+SIGTERM, and at the end of the grace period SIGKILL.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _NOT_STARTED = 127
 
 
 def main() -> int:
-    """Run the command that follows the options, a JSON object with `grace_s` and `stop_command`."""
+    """Run the command in the arguments; the first argument is a JSON object with `grace_s` and `stop_command`."""
     options, command = json.loads(sys.argv[1]), sys.argv[2:]
     _become_subreaper()
     wake, wake_write = os.pipe()
@@ -43,8 +45,8 @@ def main() -> int:
     stop_signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda n, _: stop_signals.append(n))
-    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):  # no order to stop; a handler, as the command would
-        if signal.getsignal(number) is signal.SIG_DFL:  # inherit that the signal is ignored
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):  # these signals must not stop the command
+        if signal.getsignal(number) is signal.SIG_DFL:  # a handler, because the command would inherit SIG_IGN
             signal.signal(number, lambda *_: None)
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=True)
@@ -61,7 +63,7 @@ def main() -> int:
 
 
 def _asked_to_stop(wake: int) -> bool:
-    """Wait up to a second for a signal or an order from `tula`; return True if the command should stop."""
+    """Wait up to a second for a signal or a byte from `tula`; return True if `tula` asks to stop the command."""
     ready, _, _ = select.select([0, wake], [], [], 1.0)
     if wake in ready:
         os.read(wake, 4096)
@@ -78,7 +80,7 @@ def _become_subreaper() -> None:
 
 
 def _reap(child: subprocess.Popen[bytes]) -> int | None:
-    """Reap the command and its orphans; return the exit status of the command, or None while the command runs."""
+    """Reap the command and orphaned descendants; return the command's exit status, or None while it runs."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -94,7 +96,7 @@ def _reap(child: subprocess.Popen[bytes]) -> int | None:
 
 
 def _descendants() -> list[int]:
-    """Return the ids of all descendants of this process, parents first, without zombies."""
+    """Return the ids of all descendants of this process except zombies, parents first."""
     children = _children()
     pids = list(children.get(os.getpid(), []))
     for pid in pids:
@@ -103,7 +105,7 @@ def _descendants() -> list[int]:
 
 
 def _children() -> dict[int, list[int]]:
-    """Return the ids of all processes except zombies, by the id of their parent."""
+    """Return the ids of all processes on this machine except zombies, grouped by the id of their parent."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -118,7 +120,7 @@ def _children() -> dict[int, list[int]]:
 
 
 def _left(child: subprocess.Popen[bytes], *, top: bool = False) -> list[int]:
-    """Return the ids of descendants that still run; with `top`, only those whose parent is this process."""
+    """Return the ids of descendants that are still running; with `top`, only the children of this process."""
     _reap(child)
     if sys.platform != "linux":
         return [child.pid] * (child.returncode is None)
@@ -131,7 +133,7 @@ def _kill(pid: int, number: int) -> None:
 
 
 def _end_all(child: subprocess.Popen[bytes], grace_s: float) -> int | None:
-    """Send SIGTERM to the command, then to all remaining processes, then SIGKILL; return the exit status."""
+    """Send SIGTERM to the command and later to all remaining processes, then SIGKILL; return the exit status."""
     began, told = time.monotonic(), set[int]()
     while (left := _left(child)) and (took_s := time.monotonic() - began) < grace_s + _KILL_WITHIN_S:
         if took_s >= grace_s:
@@ -148,7 +150,7 @@ def _end_all(child: subprocess.Popen[bytes], grace_s: float) -> int | None:
 
 
 def _run_stop_command(words: list[str] | None) -> None:
-    """Cancel the cluster job of a command that only submits (sbatch, kubectl)."""
+    """Run the stop command, if there is one, which cancels a cluster job that the command submitted."""
     if words:
         try:
             subprocess.run(words, stdin=subprocess.DEVNULL, timeout=_STOP_COMMAND_WITHIN_S, check=False)
@@ -157,12 +159,12 @@ def _run_stop_command(words: list[str] | None) -> None:
 
 
 def _dump_stacks() -> None:
-    """Make each rank on this machine print the stack of each thread, in order of rank.
+    """Make each rank on this machine print the stacks of all its threads, in order of rank.
 
-    The signal is SIGABRT, because Python's faulthandler (enabled by PYTHONFAULTHANDLER=1) then prints the stacks
+    Ranks receive SIGABRT, because Python's faulthandler (enabled by PYTHONFAULTHANDLER=1) then prints the stacks
     without help from the script, even if the interpreter is stuck in a collective. SIGABRT ends the rank, which is
-    about to end anyway. All processes are suspended first, since otherwise the launcher and the other ranks would react
-    to the end of the first.
+    about to be stopped anyway. All processes are suspended first, since otherwise the launcher and the other ranks
+    would react to the end of the first rank.
     """
     below = _descendants()
     for pid in below:
@@ -171,7 +173,7 @@ def _dump_stacks() -> None:
     for pid in below:
         rank = _read_rank(pid)
         if rank is not None and _catches(pid, signal.SIGABRT):
-            ranks.setdefault(rank, pid)  # data loading processes inherit their rank's environment and follow it
+            ranks.setdefault(rank, pid)  # data-loading processes have the same RANK, but come after their rank
     for rank, pid in sorted(ranks.items()):
         print(f"\nStack of rank {rank} (process {pid}) at its time limit:", file=sys.stderr, flush=True)
         with contextlib.suppress(OSError):
@@ -182,7 +184,7 @@ def _dump_stacks() -> None:
         while time.monotonic() < until and pid in _descendants():
             time.sleep(0.01)
     if not ranks:
-        print("tula: no rank of this run was found on this machine, so there is no stack to print", file=sys.stderr)
+        print("tula: found no rank of this run on this machine, so there is no stack to print", file=sys.stderr)
     for pid in below:
         _kill(pid, signal.SIGCONT)
 

@@ -1,4 +1,6 @@
-"""The user's launch command with placeholders, its check against the job, and templates for common launchers."""
+"""Fills placeholders in the user's launch command, checks the command against the job, and defines ready-made templates
+for common launchers.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,17 @@ from tula_client._errors import UsageError
 from tula_wire import Configuration, JobSpec
 from tula_wire.options import PLACEHOLDERS
 
-_SMALL_FLOAT: Final = 1e-9  # rounding may put dataset.size x epochs a little above its true value
+_SMALL_FLOAT: Final = 1e-9  # because rounding may make dataset.size x epochs slightly too large
 _WORD = re.compile(r"[A-Za-z0-9._:/@+-]{1,200}")
 _TOKEN = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 @dataclass(frozen=True)
 class Template:
-    """A command as a list of words; `{name}` is replaced, `{{` and `}}` stand for braces, and other braces stay
-    unchanged.
+    """A command with placeholders, as a list of words.
 
-    options: the names of the job's options, which are also placeholders.
+    `{name}` is a placeholder, `{{` and `}}` are replaced by single braces, and other braces remain unchanged. options:
+    the names of the job's options, which may also be used as placeholders.
     """
 
     words: tuple[str, ...]
@@ -30,17 +32,17 @@ class Template:
 
     def __post_init__(self) -> None:
         if not self.words or not self.words[0].strip():
-            raise UsageError("no command was given: write it after `--`, as in `tula tune job.toml -- torchrun ...`")
+            raise UsageError("the command is missing: write it after `--`, as in `tula tune job.toml -- torchrun ...`")
         for name in sorted(self.placeholders - PLACEHOLDERS.keys() - self.options):
             choices = ", ".join(f"{{{choice}}}" for choice in (*PLACEHOLDERS, *sorted(self.options)))
             raise UsageError(
-                f"the command holds the unknown placeholder {{{name}}}: use one of {choices}, list its values under "
+                f"the command contains the unknown placeholder {{{name}}}: use one of {choices}, list its values under "
                 f"[options] in the job, or write {{{{{name}}}}} for literal braces"
             )
 
     @property
     def placeholders(self) -> frozenset[str]:
-        """Return the names between single braces, anywhere in the command."""
+        """Return the names of all placeholders in the command."""
         return frozenset().union(*map(_names_in, self.words))
 
     def fill(
@@ -55,12 +57,11 @@ class Template:
         learning_rate_factor: float = 1.0,
         examples: float = 1.0,
     ) -> list[str]:
-        """Return the command for one run, without arguments that contain `{resume}` if `resume` is None.
+        """Return the command for one run, with all placeholders replaced.
 
-        examples: the number of examples in the whole training, from which `{max_steps}` is computed.
-
-        Values are not quoted, since the command may pass them through any number of shells. Raises UsageError if a
-        value from the service is not a plain word.
+        If `resume` is None, arguments that contain `{resume}` are omitted. `{max_steps}` is computed from `examples`,
+        the number of examples in the whole training. Values are not quoted, since the command may pass them through any
+        number of shells. Raises UsageError if a value from the service contains characters that a shell may interpret.
         """
         made_here = {"resume": str(resume or ""), "env_file": env_file, "checkpoint_dir": str(checkpoint_dir)}
         made_here["learning_rate_factor"] = f"{learning_rate_factor:.6g}"
@@ -79,7 +80,7 @@ class Template:
         return [_TOKEN.sub(replace, word) for word in kept]
 
     def check(self, spec: JobSpec) -> None:
-        """Raise `UsageError` if the job varies something for which the command has no placeholder."""
+        """Raise `UsageError` if the job varies a value for which the command has no placeholder."""
         for needed, varies, because in _needs(spec):
             if varies and not self._has(needed):
                 placeholders = re.sub(r"\w+_\w+", r"{\g<0>}", needed)
@@ -89,17 +90,17 @@ class Template:
         for name, values in spec.options.items():
             if name not in self.placeholders:
                 raise UsageError(
-                    f"the command has no {{{name}}}, but the job tries {' and '.join(values)} for this option: add it "
-                    f"where the script takes it, as in --{name.replace('_', '-')} {{{name}}}"
+                    f"the command has no {{{name}}}, but the job tries {' and '.join(values)} for this option: add the "
+                    f"placeholder where the script expects the value, as in --{name.replace('_', '-')} {{{name}}}"
                 )
 
     @property
     def can_accumulate(self) -> bool:
-        """Return True if the placeholders let the command accumulate gradients."""
+        """Return True if the command's placeholders tell the script how many gradients to accumulate."""
         return self._has(_ACCUMULATION)
 
     def _has(self, needed: str) -> bool:
-        """Return True if the command has the placeholders in `needed`, such as `one or two with three`."""
+        """Return True if the command has the placeholders that `needed` describes, such as `one or two with three`."""
         return any(set(names.split(" with ")) <= self.placeholders for names in needed.split(" or "))
 
 
@@ -107,8 +108,8 @@ def _word(name: str, value: object) -> str:
     text = str(value)
     if text and not _WORD.fullmatch(text):
         raise UsageError(
-            f"{{{name}}} would be {text!r}, which a shell may read as a command: use letters, digits and . _ : / @ + - "
-            "in the job"
+            f"the value of {{{name}}} would be {text!r}, which a shell may interpret: use only letters, digits and "
+            ". _ : / @ + - in the job"
         )
     return text
 
@@ -118,11 +119,11 @@ def _names_in(word: str) -> frozenset[str]:
 
 
 _ACCUMULATION: Final = "grad_accum_steps or local_batch_size with global_batch_size"
-"""Placeholders from which a script knows how many micro-steps to accumulate."""
+"""The placeholders that tell a script how many micro-steps to accumulate."""
 
 
 def _needs(spec: JobSpec) -> list[tuple[str, bool, str]]:
-    """Return placeholders, whether the job varies their values, and the reason why they are needed."""
+    """Return, for each rule, the required placeholders, whether the job varies their values, and the reason."""
     clusters, batch = spec.cluster, spec.batch
     least, most = min(c.min_nodes for c in clusters), max(c.max_nodes for c in clusters)
     ranks = {c.ranks_per_node for c in clusters}
@@ -143,12 +144,12 @@ _SLURM_RANK: Final = (
     "export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 16 + SLURM_STEP_ID) % 20000)); "
     'exec python "$@"'
 )
-"""srun starts every rank itself; `env://` of torch.distributed needs these five variables."""
+"""Sets the five variables that `env://` of torch.distributed needs, since srun starts every rank without torchrun."""
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher with the template that precedes the user's script and its arguments."""
+    """A launcher and its template, which precedes the user's script and arguments in the command."""
 
     description: str
     words: tuple[str, ...]
@@ -177,7 +178,10 @@ LAUNCHERS: Final = {
 
 
 def with_launcher(name: str, command: list[str]) -> tuple[list[str], list[str]]:
-    """Return the templates that start and cancel a script with its arguments under a named launcher."""
+    """Return two templates, which start and cancel `command` under the launcher `name`.
+
+    Raises `UsageError` if the launcher is unknown.
+    """
     launcher = LAUNCHERS.get(name)
     if launcher is None:
         raise UsageError(f"the launcher {name!r} is unknown: use one of {', '.join(LAUNCHERS)}")

@@ -1,4 +1,4 @@
-"""`tula run`: train with the recommended configuration and continue from checkpoints after a failure."""
+"""`tula run`: trains with the recommended configuration, and continues from checkpoints after a failure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PREEMPTED = (128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGUSR1, 1
 
 @dataclass
 class _State:
-    """The state that is kept on disk between attempts and between calls of `tula run`."""
+    """The state of a training, which is kept on disk between attempts and between calls of `tula run`."""
 
     configuration: Configuration
     training: int = 1
@@ -41,16 +41,16 @@ def train(
     reconfigure: bool = False,
     configuration: Configuration | None = None,
 ) -> list[tuple[Run, Outcome]]:
-    """Train until the command succeeds; return every attempt with its outcome, the successful one last.
+    """Train until the command succeeds; return every attempt with its outcome, the successful attempt last.
 
-    `fresh` starts a new training; `reconfigure` continues the unfinished one with the current recommendation. Both use
-    `configuration` if it is given.
+    `fresh` starts a new training; `reconfigure` continues the unfinished training with the current recommendation. If
+    `configuration` is given, it is used instead of the recommendation.
 
     After an out-of-memory failure, training continues from the last checkpoint with the next smaller configuration
-    (`next_smaller`). After a pre-emption, or a failure of an attempt that had written a checkpoint, it continues with
-    the same configuration. A call after `tula` died also continues, if there is a checkpoint.
+    (`next_smaller`). After a pre-emption, or after the failure of an attempt that had written a checkpoint, it
+    continues with the same configuration. If `tula` died and there is a checkpoint, the next call continues too.
 
-    Raises `LaunchError`, and the client's errors.
+    Raises `LaunchError` if training cannot continue, and the client's errors.
     """
     state = _begin(runner, job, fresh, reconfigure, configuration)
     checkpoints = runner.work.checkpoints(state.training)
@@ -61,7 +61,9 @@ def train(
         state.run_id = run.id
         resume = checkpoints if state.restart and before is not None else None
         if run.time_limit_s is not None:
-            runner.reporter.note(f"The training stops after {duration(run.time_limit_s)}, as limits.on_breach says.")
+            runner.reporter.note(
+                f"Training will stop after {duration(run.time_limit_s)}, because limits.on_breach is 'stop'."
+            )
         factor = _learning_rate_factor(runner, job, template, run.configuration)
         active = runner.start(
             run,
@@ -83,11 +85,11 @@ def train(
             return attempts
         if outcome.state == "cancelled" and run.end_cause == "time_limit":
             raise LaunchError(
-                f"{outcome.message} limits.on_breach is 'stop': to continue from the last checkpoint, raise the "
-                "limits (tula jobs edit) and repeat this command."
+                f"{outcome.message} To continue from the last checkpoint, raise the limits (tula jobs edit) and repeat "
+                "this command."
             )
         if len(attempts) > max_restarts:
-            raise LaunchError(f"the training was started {len(attempts)} times without finishing: see {active.log}")
+            raise LaunchError(f"the training did not finish in {len(attempts)} attempts: see {active.log}")
         if outcome.state == "out_of_memory":
             state.configuration = _fall_back(runner, job, template, state.configuration)
         elif outcome.state == "failed" and (_preempted(active, status) or _newest_file(checkpoints) != before):
@@ -99,53 +101,53 @@ def train(
 
 
 def _save(runner: Runner, state: _State) -> None:
-    """Save the state for a later `tula run`; a failure to write does not end the training."""
+    """Save the state for a later `tula run`; if writing fails, print a note and let the training continue."""
     try:
         runner.work.save(_STATE, state)
     except OSError as error:
         runner.reporter.note(
-            f"{runner.work.path} cannot be written ({error.strerror}): the training goes on, but once this `tula run` "
-            "has ended, another can't continue it."
+            f"{runner.work.path} cannot be written ({error.strerror}). The training continues, but a later `tula run` "
+            "will not be able to continue it."
         )
 
 
 def _preempted(active: ActiveRun, status: int) -> bool:
-    """Return True if the host ended the command; False at its own time limit, which every attempt would reach."""
+    """Return True if the host ended the command; False if `tula` ended it at a limit that every attempt would reach."""
     return status in _PREEMPTED and active.stacks_dumped_at is None
 
 
 def _begin(runner: Runner, job: Job, fresh: bool, reconfigure: bool, configuration: Configuration | None) -> _State:
-    """Return the state of the unfinished training or of a new one."""
+    """Return the state of the unfinished training, or of a new training if none is to be continued."""
     work, note = runner.work, runner.reporter.note
     state = None if fresh else work.load(_State, _STATE)
     if state is not None and not may_hold_files(work.checkpoints(state.training)):
-        note("The unfinished training left no checkpoint: starting another.")
-        state = None  # its configuration may be an outdated guess
+        note("The unfinished training left no checkpoint, so a new training is started.")
+        state = None  # the old configuration may be an outdated guess
     if state is None:
         return _State(configuration or _recommended(runner, job), work.next_training())
     if configuration is not None:
         state.configuration = configuration
-        note("Continuing the unfinished training with the configuration that was asked for.")
+        note("Continuing the unfinished training with the requested configuration.")
     elif reconfigure:
         state.configuration = _recommended(runner, job)
         note("Continuing the unfinished training with the current recommendation.")
     else:
         note(
-            "Continuing the unfinished training. --fresh starts another; --reconfigure continues this one with the "
-            "current recommendation."
+            "Continuing the unfinished training. Use --fresh to start a new training instead, or --reconfigure to "
+            "continue with the current recommendation."
         )
     return state
 
 
 def _create_run(runner: Runner, job: Job, state: _State, method: str | None) -> Run:
-    """Register a run that continues the previous run, unless the service no longer knows that run."""
+    """Register a run that continues the previous run, or an independent run if the previous run no longer exists."""
     try:
         return runner.create_run(job, "train", state.configuration, method=method, continues=state.run_id)
     except InvalidInputError as error:
         if error.field != "continues":
             raise
     runner.reporter.note(
-        f"The service does not know run {state.run_id} any more: its time and cost do not count toward the limits."
+        f"Run {state.run_id} no longer exists on the service, so its time and cost do not count toward the limits."
     )
     return runner.create_run(job, "train", state.configuration, method=method)
 
@@ -155,12 +157,14 @@ def _recommended(runner: Runner, job: Job) -> Configuration:
     if recommendation.chosen is None:
         raise LaunchError(f"there is no configuration to train with: {recommendation.why}")
     if recommendation.basis == "prior":
-        runner.reporter.note("Nothing was measured for this job, so this configuration is a guess. Measure: tula tune.")
+        runner.reporter.note(
+            "This job has no measurements, so this configuration is a guess. To measure the job, use `tula tune`."
+        )
     return check_configuration(recommendation.chosen.configuration, job)
 
 
 def _learning_rate_factor(runner: Runner, job: Job, template: Template, configuration: Configuration) -> float:
-    """Return the factor for the placeholder; 1, with a note to the user, if there is none for this configuration."""
+    """Return the value of `{learning_rate_factor}`; if the configuration has none, print a note and return 1."""
     if "learning_rate_factor" not in template.placeholders:
         return 1.0
     candidates = runner.retrying(runner.service.recommendation, job.id).candidates
@@ -169,22 +173,25 @@ def _learning_rate_factor(runner: Runner, job: Job, template: Template, configur
         for candidate in candidates
         if _steps_alike(candidate.configuration, configuration)
     )
-    factor = next(factors, None)  # a candidate has options that were launched; this configuration may have others
+    factor = next(factors, None)  # candidates have only options that were launched, so none may match
     if factor is None:
-        runner.reporter.note("No learning rate factor is known for this batch: {learning_rate_factor} is 1.")
+        runner.reporter.note("No learning rate factor is known for this batch, so {learning_rate_factor} is 1.")
     return 1.0 if factor is None else factor
 
 
 def _steps_alike(one: Configuration, other: Configuration) -> bool:
-    """Return True if both have the same global batch and both or neither divide it, so that their factors are equal."""
+    """Return True if the learning rate factors of two configurations are equal.
+
+    They are equal if the global batches are equal and either both configurations or neither divide the batch.
+    """
     divided, also = (c.world_size * c.grad_accum_steps > 1 for c in (one, other))
     return one.global_batch_size == other.global_batch_size and divided == also
 
 
 def _newest_file(folder: Path) -> tuple[str, float] | None:
-    """Return the name and modification time of the newest file below `folder`, or None if none can be read."""
+    """Return the name and modification time of the newest file in `folder` at any depth, or None if there is none."""
     entries = []
-    with suppress(OSError):  # the script may write or delete checkpoints meanwhile
+    with suppress(OSError):  # the script may delete checkpoints at the same time
         for entry in folder.rglob("*"):
             with suppress(OSError):
                 if entry.is_file():
@@ -193,11 +200,11 @@ def _newest_file(folder: Path) -> tuple[str, float] | None:
 
 
 def _fall_back(runner: Runner, job: Job, template: Template, failed: Configuration) -> Configuration:
-    """Return the next smaller configuration, and print a note about it.
+    """Return the next smaller configuration to try after an out-of-memory failure, and print a note about it.
 
-    It is bounded by the largest local batch of the candidates that fit, according to a memory model that includes the
-    failure. Only candidates with the failed instance type and options count, since other options need other amounts of
-    memory.
+    Its local batch is at most the largest local batch of any candidate that fits, according to a memory model that
+    includes the failure. Only candidates with the same instance type and options as the failed configuration are
+    considered, since the options affect memory.
     """
     bound = max(
         (
@@ -212,7 +219,7 @@ def _fall_back(runner: Runner, job: Job, template: Template, failed: Configurati
     smaller = next_smaller(failed, can_accumulate=template.can_accumulate, max_local_batch_size=bound)
     if smaller is None:
         raise LaunchError(
-            f"a local batch of {failed.local_batch_size} ran out of memory and there is no smaller one: "
+            f"a local batch of {failed.local_batch_size} ran out of memory and there is no smaller batch to try: "
             "use a smaller model or more memory per rank"
         )
     runner.reporter.note(_explain_fallback(failed, smaller))
@@ -220,7 +227,10 @@ def _fall_back(runner: Runner, job: Job, template: Template, failed: Configurati
 
 
 def _fits(candidate: Candidate, job: Job) -> bool:
-    """Return True if a candidate fits into memory; excluded candidates are judged by their probability, if known."""
+    """Return True if a candidate fits into memory with at least the required probability.
+
+    If the probability is unknown, a candidate fits unless it is excluded.
+    """
     if candidate.memory_fits is None:
         return candidate.excluded_by is None
     return candidate.memory_fits >= job.spec.profiling.memory_safety
@@ -229,12 +239,13 @@ def _fits(candidate: Candidate, job: Job) -> bool:
 def next_smaller(
     failed: Configuration, *, can_accumulate: bool, max_local_batch_size: int | None = None
 ) -> Configuration | None:
-    """Return the configuration to try after `failed` ran out of memory, or None if there is nothing smaller.
+    """Return the configuration to try after `failed` ran out of memory, or None if no smaller configuration exists.
 
-    The first choice is the same global batch B from a smaller local batch b and more accumulation (b * accumulation
-    stays constant): the largest such b below the failed one and at most `max_local_batch_size`, but not below a quarter
-    of that bound, since smaller batches waste the accelerator. If the script cannot accumulate, the result has the same
-    nodes and half the local batch, and so a smaller B.
+    If possible, the global batch stays the same: the local batch b becomes smaller and accumulation increases, so that
+    b x accumulation stays constant. The largest such b is chosen that is below the failed b and at most
+    `max_local_batch_size`, but not below a quarter of that bound, since smaller batches waste the accelerator. If the
+    script cannot accumulate gradients, the result has the same nodes and half the local batch, so the global batch
+    becomes smaller.
     """
     bound = min(failed.local_batch_size - 1, max_local_batch_size or failed.local_batch_size)
     if can_accumulate:

@@ -1,4 +1,4 @@
-"""`tula tune`: run a job's plan with the user's own launch command and return its recommendation."""
+"""`tula tune`: executes a job's profiling plan with the user's own launch command, and gets the recommendation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHAPE: Final = re.compile(r"(\d{1,9})x(\d{1,9})(?:x(\d{1,9}))?", re.ASCII)
 
 @dataclass(frozen=True)
 class Tuned:
-    """The job and its recommendation after the plan, and the runs that ended meanwhile."""
+    """The job and its recommendation after the plan was executed, and the runs that ended during the plan."""
 
     job: Job
     recommendation: Recommendation
@@ -44,14 +44,14 @@ def work_through(
     max_failures: int = 3,
     again: Sequence[Configuration] = (),
 ) -> Tuned:
-    """Execute the pending runs of the plan, up to `max_parallel` at once on at most `node_budget` nodes.
+    """Execute the pending runs of the plan, with up to `max_parallel` concurrent runs on at most `node_budget` nodes.
 
-    `again` lists configurations to measure once more before the plan. Measurements are kept when this raises. Raises
-    `LaunchError` if a run fails before any has succeeded, after `max_failures` consecutive failures, if a run used
-    another configuration than planned, and if every pending run needs more nodes than `node_budget`. Raises
-    `UsageError` if there is no such command, and the client's errors.
+    `again` lists configurations to measure again before the plan. Raises `LaunchError` if a run fails before any run
+    has succeeded, after `max_failures` consecutive failures, if a run used a configuration that was not planned, or if
+    every pending run needs more nodes than `node_budget`. Raises `UsageError` if the command does not exist, and the
+    client's errors. Finished measurements are kept in any case.
     """
-    # These are leases of an earlier `tula`, which must be dead, since this process has the folder's lock.
+    # These leases belong to an earlier `tula` process, which must be dead, since this process has the folder's lock.
     runner.release(*(run for run in job.plan if run.state in ("claimed", "running")))
     budget = node_budget or max(cluster.max_nodes for cluster in job.spec.cluster)
     plan = _PlanLoop(runner, job, template, max_parallel, budget, max_failures, list(again))
@@ -68,12 +68,12 @@ def to_measure_again(
     candidates: Iterable[Configuration],
     options: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> tuple[Configuration, ...]:
-    """Return the configurations that `words` name, each only once.
+    """Return the configurations that `words` name, without duplicates.
 
-    words: `failed`, `all`, a run's id, or nodes x local batch (x accumulation) as in `2x64`, with values of options as
-    in `2x64,precision=bf16`. runs: the runs of the job, newest first. options: the options of the job. Whether a
-    configuration failed is decided by its newest profiling run; `failed` and `all` skip configurations whose newest run
-    has not ended. Raises `UsageError` for any other word.
+    words: each is `failed`, `all`, a run's id, or nodes x local batch (x accumulation) as in `2x64`, which may be
+    followed by option values as in `2x64,precision=bf16`. runs: the runs of the job, newest first. options: the options
+    of the job. The newest profiling run of a configuration decides whether it failed; `failed` and `all` skip
+    configurations whose newest run has not ended. Raises `UsageError` for any other word.
     """
     newest: dict[Configuration, Run] = {}
     for run in runs:
@@ -96,11 +96,11 @@ def named_configuration(
     options: Mapping[str, Sequence[str]] = MappingProxyType({}),
     flag: str = "--again",
 ) -> Configuration:
-    """Return the configuration that `word` names: a run's id, or nodes x local batch (x accumulation) as in `2x64`.
+    """Return the configuration that `word` names by a run's id, or nodes x local batch (x accumulation) as in `2x64`.
 
     Values of the job's `options` may follow, as in `2x64,precision=bf16`; an omitted option has its first value.
-    newest: a run of each configuration. Raises `UsageError`, which names `flag`, if the word matches no configuration
-    or several.
+    newest: the newest run of each configuration. Raises `UsageError`, with `flag` in the message, if the word matches
+    no configuration or several.
     """
     numbers_word, *pairs = word.split(",")
     shape = _SHAPE.fullmatch(numbers_word)
@@ -113,20 +113,23 @@ def named_configuration(
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
-        raise UsageError(f"{flag} {word} matches several instance types: give the id of a run, see tula runs")
+        raise UsageError(f"{flag} {word} matches several instance types: give the id of a run, which tula runs lists")
     words = "failed, all, " if flag == "--again" else ""
     raise UsageError(
         f"{flag} {word}: the job has no such configuration: give {words}nodes x local batch as in 2x64, or the id of "
-        "a run, see tula runs"
+        "a run, which tula runs lists"
     )
 
 
 def _chosen_options(pairs: Sequence[str], options: Mapping[str, Sequence[str]], where: str) -> Options:
-    """Return the options chosen by words such as `precision=bf16`. Raises `UsageError`, which names `where`."""
+    """Return all options, given the chosen values as in `precision=bf16`.
+
+    Raises `UsageError`, with `where` in the message, if a value is invalid.
+    """
     chosen = [pair.partition("=") for pair in pairs]
     for name, equals, _ in chosen:
         if not equals:
-            raise UsageError(f"{where}: {name!r} is not an option with a value: write it as in 2x64,precision=bf16")
+            raise UsageError(f"{where}: {name!r} must be an option and its value, as in 2x64,precision=bf16")
     try:
         return complete(options, tuple((name, word) for name, _, word in chosen))
     except ValueError as error:
@@ -135,11 +138,11 @@ def _chosen_options(pairs: Sequence[str], options: Mapping[str, Sequence[str]], 
 
 
 def to_explain(job: Job, chosen: Configuration | None) -> tuple[Configuration, ...]:
-    """Return a configuration for each option value that the plan has not launched.
+    """Return one configuration for each option value that the plan has not launched.
 
-    It is a configuration that was measured with the first value of every option, changed in only that value, so that a
-    difference in step time is due to the value. Among several, it has the cluster of `chosen` if possible, and the
-    largest batch.
+    Each result is a configuration that was measured with the first value of every option, in which only one value was
+    changed, so that any difference in step time is due to that value. If several configurations were measured, those on
+    the cluster of `chosen` are preferred, and among these the one with the largest batch.
     """
     options, base = job.spec.varied_options, job.spec.base_options
     at_base = [run.configuration for run in job.plan if run.state == "succeeded" and run.configuration.options == base]
@@ -157,7 +160,7 @@ def to_explain(job: Job, chosen: Configuration | None) -> tuple[Configuration, .
 
 
 def cost_of_explaining(job: Job, configurations: Sequence[Configuration]) -> str:
-    """Return a sentence with the expected cost of launching `configurations`, based on the plan's measured launches."""
+    """Return a sentence with the expected time and cost of launching `configurations`, based on past launches."""
     took_s = [
         (run.finished_at - run.started_at).total_seconds()
         for run in job.plan
@@ -170,20 +173,20 @@ def cost_of_explaining(job: Job, configurations: Sequence[Configuration]) -> str
     usd = math.fsum(rate * nodes for rate, nodes in rates if rate is not None) * launch_s / 3600
     priced = f" and {money(usd)}" if usd else ""
     return (
-        f"--explain launches {number} more value{'s' if number > 1 else ''} ({values}), one launch each: about "
-        f"{duration(number * launch_s)}{priced}."
+        f"--explain launches {number} more value{'s' if number > 1 else ''} ({values}), one launch each, for a "
+        f"total of about {duration(number * launch_s)}{priced}."
     )
 
 
 def _difference(configuration: Configuration, job: Job) -> tuple[str, str]:
-    """Return the name and value of the one option of `configuration` that differs from its first value."""
+    """Return the name and value of the only option of `configuration` that does not have its first value."""
     base = dict(job.spec.base_options)
     return next((name, word) for name, word in configuration.options if base[name] != word)
 
 
 @dataclass
 class _PlanLoop:
-    """The state of `work_through` between two steps; `job` is the last description from the service."""
+    """The state of `work_through` between two steps; `job` is the job as the service last returned it."""
 
     runner: Runner
     job: Job
@@ -197,7 +200,7 @@ class _PlanLoop:
     finished: list[tuple[Run, Outcome]] = field(default_factory=list)
 
     def step(self) -> float | None:
-        """Finish ended runs and start the next ones; return the seconds until the next step, or None at the end."""
+        """Finish runs that have ended and start the next; return the seconds to wait, or None if the plan is done."""
         runner = self.runner
         for active in list(runner.active):
             status = runner.poll(active)
@@ -217,10 +220,12 @@ class _PlanLoop:
         return _WAIT_BESIDE_RUNS_S if runner.active else self._wait_s(claimed)
 
     def _next_again(self, free: int) -> Run | None:
-        """Create a run of the next configuration to measure again on at most `free` nodes; return it or None."""
+        """Create a run of the next configuration in `again` that needs at most `free` nodes; return it or None."""
         fitting = [c for c in self.again if c.num_nodes <= free]
         if self.again and not fitting and not self.runner.active:
-            raise LaunchError(f"--again needs {self.again[0].num_nodes} nodes, but --nodes is {self.budget}: raise it")
+            raise LaunchError(
+                f"--again needs {self.again[0].num_nodes} nodes, but --nodes is {self.budget}: increase it"
+            )
         if not fitting:
             return None
         self.again.remove(fitting[0])
@@ -237,23 +242,23 @@ class _PlanLoop:
             self._count(active, run, outcome)
 
     def _count(self, active: ActiveRun, run: Run, outcome: Outcome) -> None:
-        """Raise `LaunchError` if failures, or a measured configuration other than the planned one, end the plan.
+        """Raise `LaunchError` if there are too many failures, or if the run used a configuration that was not planned.
 
-        A failure with option values other than the first does not affect the rest, since the service excludes these
-        values.
+        A failure with option values other than the first does not count, since the service excludes these values from
+        the rest of the plan.
         """
-        if run.configuration_mismatch is not None:  # every further run would measure the same one
+        if run.configuration_mismatch is not None:  # every further run would measure the same wrong configuration
             raise LaunchError(
-                f"{run.configuration_mismatch} The measurement is kept for the configuration that ran; once the "
-                f"command is corrected, repeat `tula tune` to measure the planned one. Log: {active.log}",
-                f"run {run.id} used another configuration: once the command is corrected, repeat `tula tune` to "
-                "measure the planned one",
+                f"{run.configuration_mismatch} The measurement is kept for the configuration that ran. Correct the "
+                f"command and repeat `tula tune` to measure the planned configuration. Log: {active.log}",
+                f"run {run.id} used another configuration: correct the command and repeat `tula tune` to measure the "
+                "planned configuration",
             )
         if outcome.state == "failed" and run.configuration.options != complete(self.job.spec.options, ()):
             values = ", ".join(starmap(option, run.configuration.options))
             self.runner.reporter.note(
-                f"Run {run.id} failed with {values}: the rest of the plan goes on, and once the command is corrected, "
-                "`tula tune` tries these values again."
+                f"Run {run.id} failed with {values}. The rest of the plan continues. After you correct the command, "
+                "`tula tune` will try these values again."
             )
             return
         any_success = any(run.state == "succeeded" for run in self.job.plan)
@@ -268,26 +273,26 @@ class _PlanLoop:
             )
 
     def _measure_single_batches(self) -> None:
-        """Ask the service to plan single runs from now on, since the script's batches cannot be cut."""
+        """Tell the service to plan one batch per launch from now on, since the script's batches cannot be cut."""
         self.runner.reporter.note(
-            "The launch measured its largest batch alone, so each further run gets a separate launch, as with "
+            "The launch measured only its largest batch, so from now on each run gets a separate launch, as with "
             "profiling.share_launches = false in the job."
         )
         self.runner.retrying(self.runner.service.patch_job, self.job.id, JobPatch(share_launches=False))
 
     def _wait_s(self, claimed: RunClaimed) -> float | None:
-        """Return the seconds until the next claim while nothing runs, or None once the plan is done."""
+        """Return the seconds to wait before the next claim if no run is active, or None once the plan is done."""
         if claimed.retry_after_s is None:
             return None
-        # Check several times, since a run of another `tula` may just have ended, and the service may be replanning.
+        # Check several times, since another `tula` process may have just ended a run and the service may be replanning.
         self._refresh()
         running = any(run.state in ("claimed", "running") for run in self.job.plan)
         nodes = min((run.configuration.num_nodes for run in self.job.plan if run.state == "pending"), default=0)
         self.checks_of_nodes = self.checks_of_nodes + 1 if nodes > self.budget and not running else 0
         if self.checks_of_nodes >= _MAX_CHECKS_OF_NODES:
             raise LaunchError(
-                f"the pending runs need at least {nodes} nodes, but --nodes is {self.budget}: raise it, or lower "
-                "max_nodes in the job; finished measurements are kept"
+                f"the pending runs need at least {nodes} nodes, but --nodes is {self.budget}: increase --nodes or "
+                "lower max_nodes in the job; finished measurements are kept"
             )
         self.runner.reporter.waiting(claimed.reason)
         return min(claimed.retry_after_s, _MAX_WAIT_S)

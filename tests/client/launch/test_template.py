@@ -73,7 +73,7 @@ def test_an_unknown_placeholder_is_refused_by_name():
 
 
 def test_an_empty_command_is_refused():
-    with pytest.raises(UsageError, match="no command was given"):
+    with pytest.raises(UsageError, match="the command is missing"):
         Template(())
 
 
@@ -115,8 +115,8 @@ def test_an_option_of_the_job_needs_its_placeholder():
     with pytest.raises(UsageError) as caught:
         template.check(spec(options=OPTIONS))
     assert str(caught.value) == (
-        "the command has no {num_workers}, but the job tries 4 and 8 for this option: add it where the script takes "
-        "it, as in --num-workers {num_workers}"
+        "the command has no {num_workers}, but the job tries 4 and 8 for this option: add the placeholder "
+        "where the script expects the value, as in --num-workers {num_workers}"
     )
 
 

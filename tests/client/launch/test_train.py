@@ -75,7 +75,7 @@ def test_a_training_with_another_configuration_than_planned_says_so(tmp_path):
     service.create_run = create
     ((_, outcome),) = go(bench, service)
     assert outcome.state == "succeeded"
-    assert notes.notes == ["Run r0: was planned with 4 ranks. The measurement is kept for what ran."]
+    assert notes.notes == ["Run r0: was planned with 4 ranks. The measurement is kept for the configuration that ran."]
 
 
 def test_output_of_a_training_is_printed_as_it_comes(tmp_path):
@@ -164,13 +164,13 @@ def test_a_training_is_ended_at_its_limit_and_not_restarted(tmp_path):
     service, notes = FakeService(chosen=configuration()), Notes()
     service.time_limit_s = 60.0
     bench = Bench(tmp_path, service, lambda *_: FakeProcess(lasts=100_000), notes)
-    with pytest.raises(LaunchError, match=r"time limit of 1 min. limits.on_breach is 'stop': to continue"):
+    with pytest.raises(LaunchError, match=r"time limit of 1 min. To continue"):
         go(bench, service)
     ((_, _, process),) = bench.started
     assert process.asked == ["stop"]
     assert 60.0 <= bench.now < 61.0
     assert (service.runs["r0"].state, service.runs["r0"].end_cause) == ("cancelled", "time_limit")
-    assert "The training stops after 1 min" in notes.notes[0]
+    assert "Training will stop after 1 min" in notes.notes[0]
 
 
 def test_a_failure_without_progress_is_not_repeated(tmp_path):
@@ -296,7 +296,7 @@ def test_a_start_without_a_checkpoint_does_not_fix_the_configuration(tmp_path):
     bench = bench_of(tmp_path, service, notes, (0, False))
     assert trained_with(go(bench, service)) == configuration(2, 64)
     assert bench.started[0][1]["TULA_RESTART"] == "0"
-    assert any("left no checkpoint: starting another" in note for note in notes.notes)
+    assert any("left no checkpoint, so a new training is started" in note for note in notes.notes)
 
 
 def test_a_training_that_is_interrupted_is_cancelled(tmp_path):

@@ -190,7 +190,7 @@ def test_a_run_that_sends_nothing_is_noted_within_a_minute(tmp_path):
     bench = Bench(tmp_path, service, lambda *_: FakeProcess(lasts=1300), notes)  # 65 s
     with pytest.raises(LaunchError, match="no measurement arrived"):
         tune(bench, service)
-    assert len([note for note in notes.notes if "still starting after 60 s" in note]) == 1
+    assert len([note for note in notes.notes if "no measurement after 60 s" in note]) == 1
 
 
 def test_the_time_limit_counts_anew_from_the_first_measurement(tmp_path):
@@ -207,7 +207,7 @@ def test_the_time_limit_counts_anew_from_the_first_measurement(tmp_path):
     tune(bench, service)
     assert service.runs["r0"].state == "succeeded"
     bench = Bench(tmp_path, FakeService(THREE[:1]), lambda *_: FakeProcess(lasts=2600), notes, time_limit_s=100)
-    with pytest.raises(LaunchError, match="did not end within its time limit of 100 s"):
+    with pytest.raises(LaunchError, match="did not finish within its time limit of 100 s"):
         tune(bench, bench.runner.service)
 
 
@@ -273,7 +273,7 @@ def test_each_launch_of_the_plan_has_the_words_of_its_options(tmp_path):
 def test_a_run_with_options_that_the_job_lacks_is_not_started(tmp_path, chosen):
     service = FakeService([configuration(**chosen)], options=OPTIONS)
     bench = Bench(tmp_path, service, measured(service), Notes())
-    with pytest.raises(LaunchError, match="which the job's specification rules out"), bench.runner:
+    with pytest.raises(LaunchError, match="which the job's specification does not allow"), bench.runner:
         work_through(bench.runner, service.job("job-1"), WITH_OPTIONS)
     assert bench.started == []
 
@@ -291,7 +291,7 @@ def test_values_that_crash_at_every_launch_end_no_plan(tmp_path):
         tuned = work_through(bench.runner, service.job("job-1"), WITH_OPTIONS)
     assert [run.state for run in tuned.job.plan] == ["succeeded", *["failed"] * 4, "succeeded"]
     said = [note for note in notes.notes if "goes on" in note]
-    assert said[0].startswith("Run r1 failed with bf16, workers 4: the rest of the plan goes on")
+    assert said[0].startswith("Run r1 failed with bf16, workers 4. The rest of the plan continues.")
     assert len(said) == 4
 
 
@@ -317,7 +317,7 @@ def test_a_configuration_is_named_with_the_options_that_are_not_todays():
     for word, sentence in (
         ("2x64,precision=fp8", "--again 2x64,precision=fp8: option 'precision' of this job has no value 'fp8': use f"),
         ("2x64,zero=1", "--again 2x64,zero=1: this job has no option 'zero': use precision, workers"),
-        ("2x64,bf16", "--again 2x64,bf16: 'bf16' is not an option with a value: write it as in 2x64,precision=bf16"),
+        ("2x64,bf16", "--again 2x64,bf16: 'bf16' must be an option and its value, as in 2x64,precision=bf16"),
     ):
         with pytest.raises(UsageError) as caught:
             named(word)
@@ -343,7 +343,7 @@ def test_the_cost_of_explaining_is_said_by_the_launches_of_the_plan():
     priced = [one.model_copy(update={"price": Price(usd_per_node_hour=10.0)}) for one in job.spec.cluster]
     job = job.model_copy(update={"spec": job.spec.model_copy(update={"cluster": priced})})
     assert cost_of_explaining(job, to_explain(job, None)) == (
-        "--explain launches 2 more values (bf16, workers 8), one launch each: about 3 min and $2.00."
+        "--explain launches 2 more values (bf16, workers 8), one launch each, for a total of about 3 min and $2.00."
     )
 
 
@@ -428,7 +428,7 @@ def test_a_cluster_job_left_by_a_vanished_machine_is_cancelled_by_the_next_tula(
     tune(again, service)
     (left,) = tmp_path.glob(f"{name}-r0-*")
     assert notes.notes == [
-        f"Ran the stop command of {left.name.removeprefix(f'{name}-')}, left behind by an interrupted start."
+        f"Ran the stop command of {left.name.removeprefix(f'{name}-')}, which an interrupted launch left behind."
     ]
     assert not list(again.work.path.glob("submitted-*"))
 
@@ -479,7 +479,7 @@ def test_a_run_held_elsewhere_is_waited_for(tmp_path):
 def test_a_run_past_its_time_limit_shows_its_stacks_and_fails(tmp_path):
     service, notes = FakeService(THREE), Notes()
     bench = Bench(tmp_path, service, lambda *_: FakeProcess(lasts=10_000), notes, time_limit_s=3)
-    with pytest.raises(LaunchError, match="did not end within its time limit of 3 s"):
+    with pytest.raises(LaunchError, match="did not finish within its time limit of 3 s"):
         tune(bench, service)
     assert bench.started[0][2].asked == ["stop with stacks"]
 

@@ -30,7 +30,7 @@ cluster = { max_nodes = 4 }
 def test_a_second_tula_is_refused_and_its_successor_has_the_same_holder_name(tmp_path):
     with (
         WorkDir(tmp_path, "job-1").locked() as first,
-        pytest.raises(LaunchError, match="another tula uses"),
+        pytest.raises(LaunchError, match="another tula process is using"),
         WorkDir(tmp_path, "job-1").locked(),
     ):
         pass
