@@ -1,4 +1,4 @@
-"""The contract between service, agent and client: models of all bodies, and the paths of all routes."""
+"""The contract between service, agent and client: models of all request and response bodies, and all route paths."""
 
 from tula_wire import routes
 from tula_wire._base import WireModel, read

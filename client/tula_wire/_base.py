@@ -1,4 +1,4 @@
-"""Base class and number types of all models on the wire."""
+"""Base class and field types that all wire models share."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ Positive = Annotated[float, Field(gt=0, le=1e24)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_DURATION_S)]
 UsdPerHour = Annotated[float, Strict(), Field(ge=0, le=MAX_USD_PER_HOUR)]
-"""A number; a string that contains a number is refused, since a price in quotes is a mistake."""
+"""A price; a string that contains a number is rejected, since a price in quotes is probably a mistake."""
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=rf"^[^{UNPRINTABLE}]+$")]
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/@+-]{1,200}$")]
-"""A name that may fill a command's placeholder, since it is a single plain word for a shell."""
+"""A name that may replace a placeholder in a command, since a shell reads it as a single plain word."""
 Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,199}$")]
 """An id that the service assigns; it can be used unchanged as a file name or a shell word, and is never `..`."""
 Message = Annotated[str, AfterValidator(printable), Field(max_length=2000)]
-"""A sentence, often from an exception; control characters are replaced, since refusing them would lose the report."""
+"""A sentence, often from an exception; control characters are replaced, since rejecting the text would lose it."""
 Timestamp = AwareDatetime
 
 
 def _open(part: Any) -> Any:
-    """Return the schema for readers, which accepts unknown words in every closed set, since such sets may grow."""
+    """Return the schema with which readers accept unknown literal values, since later versions may add values."""
     if isinstance(part, list):
         return [_open(inner) for inner in part]
     if not isinstance(part, dict):
@@ -54,13 +54,13 @@ def _known_word(value: Any, parse: ValidatorFunctionWrapHandler, info: Validatio
 
 
 class WireModel(BaseModel):
-    """Base class of all models. Unknown fields, NaN and infinity are rejected; readers use `read`."""
+    """Base class of all wire models; it rejects unknown fields, NaN and infinity, except when parsed with `read`."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, ser_json_inf_nan="null")
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the model's schema, in which `read` accepts words that this version does not know."""
+        """Return the model's schema, with which `read` accepts literal values from later versions."""
         schema: CoreSchema = _open(handler(source))
         return schema
 
@@ -69,14 +69,14 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def optional(description: str) -> Any:
-    """Return a field whose default is null."""
+    """Return a field with this description whose default is null."""
     return Field(None, description=description)
 
 
 def read(model: type[M], payload: bytes | str | dict[str, Any]) -> M:
-    """Parse `payload` as a reader, which accepts unknown fields and words from a newer writer and validates all others.
+    """Parse `payload`, ignoring unknown fields and accepting unknown literal values, which a newer version may send.
 
-    Raises `pydantic.ValidationError` if a known field is wrong or missing.
+    Raises `pydantic.ValidationError` if a known field is invalid or missing.
     """
     if isinstance(payload, (bytes, str)):
         return model.model_validate_json(payload, extra="ignore", context={"reader": True})

@@ -1,4 +1,4 @@
-"""Tokens and projects: access to the service."""
+"""Models of tokens and projects, which control access to the service."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Scope = Literal["agent", "read", "user", "admin"]
 
 
 class ProjectCreate(WireModel):
-    """A new project."""
+    """A request to create a project."""
 
     name: Name = Field(description="Name of the project, unique in this service.")
 
@@ -22,52 +22,55 @@ class Project(WireModel):
 
     id: str = Field(description="Identifier that the service assigned.")
     name: str = Field(description="Name of the project.")
-    created_at: Timestamp = Field(description="When it was created (RFC 3339, with time zone).")
+    created_at: Timestamp = Field(description="When the project was created (RFC 3339, with time zone).")
 
 
 class ProjectList(WireModel):
-    """Projects that the caller may see."""
+    """The projects that the caller may see."""
 
     projects: list[Project] = Field(description="The projects, by name.")
 
 
 class TokenCreate(WireModel):
-    """A new token. `agent` needs `job_id`; `read` and `user` take `project`; `admin` needs neither."""
+    """A request to create a token.
 
-    name: Name = Field(description="The purpose of the token, as people will read it in a list.")
+    The scope `agent` requires `job_id`, the scopes `read` and `user` accept `project`, and `admin` accepts neither.
+    """
+
+    name: Name = Field(description="The purpose of the token, which lists of tokens show.")
     scope: Scope = Field(
         description=(
-            "`agent` measures for one job, `read` reads one project and changes nothing, `user` works in one project, "
-            "`admin` may do everything."
+            "`agent` may report measurements of one job, `read` may read one project but change nothing, `user` may "
+            "read and change one project, and `admin` may do everything."
         )
     )
     project: Name | None = optional("Name of the project to which a `read` or `user` token belongs.")
-    job_id: str | None = optional("Job that an `agent` token is bound to.")
-    expires_in_s: Seconds | None = optional("Seconds until the token expires; null: never.")
+    job_id: str | None = optional("Job to which an `agent` token is restricted.")
+    expires_in_s: Seconds | None = optional("Seconds until the token expires; null if it never expires.")
 
 
 class Token(WireModel):
     """A token without its secret."""
 
-    id: str = Field(description="Identifier that the service assigned; revokes the token.")
+    id: str = Field(description="Identifier that the service assigned, with which the token can be revoked.")
     name: str = Field(description="What the token is for.")
     scope: Scope = Field(description="What the token may do.")
-    project: str | None = optional("Id of the project that the token belongs to; null for administrators.")
-    job_id: str | None = optional("Job that an `agent` token is bound to.")
-    created_at: Timestamp = Field(description="When it was created (RFC 3339, with time zone).")
-    expires_at: Timestamp | None = optional("When it expires; null: never.")
-    last_used_at: Timestamp | None = optional("When it was last used, to the minute; null: never.")
-    revoked_at: Timestamp | None = optional("When it was revoked; null: it is valid.")
+    project: str | None = optional("Id of the project to which the token belongs; null for administrators.")
+    job_id: str | None = optional("Job to which an `agent` token is restricted.")
+    created_at: Timestamp = Field(description="When the token was created (RFC 3339, with time zone).")
+    expires_at: Timestamp | None = optional("When the token expires; null if it never expires.")
+    last_used_at: Timestamp | None = optional("When the token was last used, to the minute; null if it was never used.")
+    revoked_at: Timestamp | None = optional("When the token was revoked; null if it was not revoked.")
 
 
 class TokenCreated(WireModel):
-    """A created token; only this answer contains its secret."""
+    """A token that was just created; only this response contains the secret."""
 
     token: Token = Field(description="The token without its secret.")
-    secret: str = Field(description="The service stores only its SHA-256 hash.")
+    secret: str = Field(description="The secret, of which the service stores only the SHA-256 hash.")
 
 
 class TokenList(WireModel):
-    """Tokens, newest first."""
+    """The tokens that the caller may see, newest first."""
 
     tokens: list[Token] = Field(description="The tokens, newest first.")

@@ -1,4 +1,4 @@
-"""The configuration of a run, which Tula chooses: the number of nodes, the batch and the options."""
+"""Defines the configuration of a run, which consists of the number of nodes, the batch and the options."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ DEFAULT_INSTANCE_TYPE: Final = "default"
 
 
 class Variant(NamedTuple):
-    """An instance type and the value of each option; a variant has a posterior, a memory model and waits for data."""
+    """An instance type and a value for each option.
+
+    Posteriors, memory models and data waits are fitted separately for each variant.
+    """
 
     instance_type: str = DEFAULT_INSTANCE_TYPE
     options: Options = ()
 
     def options_include(self, values: Options) -> bool:
-        """Return True if these options have these values, regardless of other options."""
+        """Return True if this variant has all the given option values, regardless of its other options."""
         return set(values) <= set(self.options)
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
 class Configuration:
-    """One way to run a job; global batch = local batch x accumulation x world size.
+    """One way to run a job; the global batch is local batch x accumulation x world size.
 
-    The constructor checks nothing, because the service creates and hashes thousands of configurations. Pydantic
-    validates them as fields of models such as `RunCreate`.
+    The constructor validates nothing, because the service creates and hashes thousands of configurations. Pydantic
+    validates a configuration only as a field of a model such as `RunCreate`.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", revalidate_instances="always")
@@ -48,7 +51,7 @@ class Configuration:
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks."""
+        """Return the total number of ranks."""
         return self.num_nodes * self.ranks_per_node
 
     @property
@@ -58,15 +61,15 @@ class Configuration:
 
     @property
     def variant(self) -> Variant:
-        """Return the variant of this configuration: its instance type and options, without nodes and batch."""
+        """Return the variant of this configuration, which is its instance type and options without nodes and batch."""
         return Variant(self.instance_type, self.options)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields as JSON, with the options as an object."""
+        """Return the fields as a dictionary for JSON, in which the options are an object."""
         return asdict(self) | {"options": dict(self.options)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Configuration:
-        """Return the configuration with the fields that `as_json` wrote; ignore other keys of `values`."""
+        """Return the configuration whose fields `as_json` returned as `values`; unknown keys are ignored."""
         given = {field.name: values[field.name] for field in fields(cls) if field.name in values}
         return cls(**given | {"options": tuple(sorted(given.get("options", {}).items()))})

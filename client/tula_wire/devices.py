@@ -1,7 +1,7 @@
-"""Figures of common accelerators by name: peak arithmetic by precision, memory bandwidth and capacity.
+"""Data on common accelerators by name: peak arithmetic by precision, memory bandwidth and capacity.
 
-All peaks are for dense matrices; half precision on tensor cores accumulates in single precision. The figures are quoted
-from memory, and each entry names its document; check the document before you rely on a figure.
+All peaks are for dense matrices; half precision on tensor cores accumulates in single precision. The figures were
+written down from memory, and each entry names the document to check before you rely on a figure.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ PROCESSOR: Final = "CPU"
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator: its speeds, its memory and the document with these figures.
+    """The peak speeds and memory of an accelerator, and the document that states these figures.
 
-    `peak` (for a job without a precision), fp32, tf32 and fp16 are in teraflop per second, and the memory bandwidth is
-    in gigabytes per second; the capacities, in GiB, are the sizes in which it is made.
-
-    None means that the device lacks the precision. bf16 is as fast as fp16 on devices with tf32, and absent on others.
+    `peak`, which applies to a job without a precision, `fp32`, `tf32` and `fp16` are in teraflop per second; None means
+    that the device does not support the precision. bf16 is as fast as fp16 on devices that support tf32, and
+    unsupported on all others. The capacities are the memory sizes, in GiB, in which the device is sold.
     """
 
     peak: float
@@ -33,7 +32,7 @@ class Device:
 
     @property
     def tflops(self) -> dict[str, float | None]:
-        """Return the peak at each precision, or None if the device lacks the precision."""
+        """Return the peak at each precision in teraflop per second, or None where the precision is not supported."""
         half = self.fp16 if self.tf32 is not None else None
         return {"fp32": self.fp32, "tf32": self.tf32, "bf16": half, "fp16": self.fp16}
 
@@ -73,19 +72,17 @@ DEVICES: Final = {
 
 
 def known_device(accelerator: str | None) -> str | None:
-    """Return the device in `DEVICES` to which a name refers; among several matches, the longest.
+    """Return the name in `DEVICES` that matches `accelerator`, or None; if several names match, return the longest.
 
-    For example, V100 matches v100-16GB, but A40 does not match A4000.
-
-    Punctuation between letters and digits is ignored, and so is a form factor, as between A100 and 80GB in
-    A100-SXM4-80GB.
+    For example, V100 matches v100-16GB, but A40 does not match A4000. Punctuation between letters and digits is
+    ignored, and so is a form factor, such as SXM4 in A100-SXM4-80GB.
     """
     names = sorted(DEVICES, key=len, reverse=True) if accelerator is not None else []
     return next((name for name in names if re.search(_pattern(name), accelerator or "", re.IGNORECASE)), None)
 
 
 def capacities_gib(accelerator: str, device: Device) -> tuple[int, ...]:
-    """Return the capacities of `device` that match a name such as `A100-80GB`: the capacity in the name, else all."""
+    """Return the capacity that a name such as `A100-80GB` contains, or all capacities of `device` if it has none."""
     sizes = tuple(gib for gib in device.capacities_gib if re.search(rf"(?<!\d){gib} ?G", accelerator))
     return sizes or device.capacities_gib
 

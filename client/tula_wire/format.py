@@ -1,4 +1,4 @@
-"""Formats numbers and configurations for people, in the terminal, on pages and in sentences. Pure."""
+"""Pure functions that format numbers and configurations for people, in the terminal, on web pages and in sentences."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _STEPS: Final = (
     (3_600, "h", 60, "min", 86_400),
     (86_400, "d", 3_600, "h", math.inf),
 )
-"""Two units with their lengths in seconds, and the duration from which larger units are used."""
+"""Each row has two units with their lengths in seconds, and the duration from which the next row is used."""
 
 
 def duration(seconds: float | None) -> str:
-    """Format seconds with three significant figures, or with two units from a minute on.
+    """Format a duration with three significant figures, or with two units if it is at least a minute.
 
     For example: `512 us`, `41.3 ms`, `2.05 s`, `3 min 20 s`, `5 h 12 min`.
     """
@@ -43,7 +43,7 @@ def duration(seconds: float | None) -> str:
 
 
 def size(size_bytes: float | None) -> str:
-    """Format bytes in powers of 1024: `512 B`, `1.5 MiB`, `15.9 GiB`."""
+    """Format a number of bytes in binary units, such as `512 B`, `1.5 MiB` or `15.9 GiB`."""
     if size_bytes is None or not math.isfinite(size_bytes):
         return NOTHING
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -54,7 +54,7 @@ def size(size_bytes: float | None) -> str:
 
 
 def count(number: float) -> str:
-    """Format a count with three significant figures: `950`, `32.8 k`, `2.1 M`."""
+    """Format a count with three significant figures, such as `950`, `32.8 k` or `2.1 M`."""
     if not math.isfinite(number):
         return NOTHING
     if number < 0:
@@ -67,12 +67,12 @@ def count(number: float) -> str:
 
 
 def multiple(ratio: float) -> str:
-    """Return a factor with two significant figures, as a whole number from ten on: `0.5`, `2.6`, `16`, `120`."""
+    """Format a factor with two significant figures, or as a whole number from ten on: `0.5`, `2.6`, `16`, `120`."""
     return f"{_figures(ratio, 2):f}" if abs(ratio) < 9.95 else f"{ratio:,.0f}"
 
 
 def money(usd: float | None) -> str:
-    """Format dollars: with cents below a thousand, and with three significant figures below one."""
+    """Format US dollars with three significant figures below one, with cents below a thousand, else as an integer."""
     if usd is None or not math.isfinite(usd):
         return NOTHING
     if usd < 0:
@@ -83,19 +83,19 @@ def money(usd: float | None) -> str:
 
 
 def energy(kwh: float | None) -> str:
-    """Return an energy with up to three figures: `950 Wh`, `12.3 kWh`, `1.2 MWh`."""
+    """Format an energy with up to three significant figures, such as `950 Wh`, `12.3 kWh` or `1.2 MWh`."""
     return NOTHING if kwh is None else _in_unit(1e3 * kwh, "Wh")
 
 
 def mass(grams: float | None) -> str:
-    """Return a mass with up to three figures: `492 g`, `4.92 kg`, `1.3 t`."""
+    """Format a mass with up to three significant figures, such as `492 g`, `4.92 kg` or `1.3 t`."""
     if grams is None:
         return NOTHING
     return _in_unit(grams, "g") if grams < 999_500 else _in_unit(grams / 1e6, "t")
 
 
 def percent(share: float | None, *, signed: bool = False, digits: int = 1) -> str:
-    """Return a fraction as a percentage."""
+    """Format a fraction as a percentage."""
     if share is None or not math.isfinite(share):
         return NOTHING
     rounded = round(share * 100, digits) + 0.0  # never -0
@@ -108,12 +108,12 @@ def _in_unit(number: float, unit: str) -> str:
 
 
 def _figures(number: float, figures: int = 3) -> Decimal:
-    """Return `number` rounded to `figures` significant figures; when formatted with `f`, it has no exponent."""
+    """Return `number` rounded to `figures` significant figures, as a Decimal that `f` formats without an exponent."""
     return Decimal(f"{number + 0.0:.{figures}g}")
 
 
 def cluster_name(value: Configuration) -> str:
-    """Return the nodes as `4 nodes`, or as `4 nodes of p3` if the instance types have names."""
+    """Return text such as `4 nodes`, or `4 nodes of p3` if the instance type has a name."""
     nodes = f"{value.num_nodes} node{'s' if value.num_nodes != 1 else ''}"
     return nodes if value.instance_type == DEFAULT_INSTANCE_TYPE else f"{nodes} of {value.instance_type}"
 
@@ -124,11 +124,11 @@ _OPTIONS: Final = {
     ("checkpointing", "on"): "checkpointing",
     ("checkpointing", "off"): "no checkpointing",
 }
-"""Option values that have a short name."""
+"""Short names for some option values."""
 
 
 def option(name: str, word: str) -> str:
-    """Describe a value of an option, such as `bf16` or `8 workers`, with the option's name if it is needed."""
+    """Return text for an option's value, such as `bf16` or `8 workers`, including the option's name if needed."""
     if name == "precision":
         return word
     if name == "num_workers":
@@ -137,7 +137,7 @@ def option(name: str, word: str) -> str:
 
 
 def configuration(value: Configuration | None) -> str:
-    """Describe nodes, batch and options.
+    """Return text that describes the nodes, batch and options of a configuration.
 
     For example: `4 nodes of p3, global batch 256 (local 32 x 2 micro-steps), bf16, compiled`.
     """

@@ -1,4 +1,4 @@
-"""The facts that a rank reports about its script and its host."""
+"""The model of the facts that a rank reports about its script and host."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tula_wire._base import Name, Seconds, WireModel, optional
 class HostFacts(WireModel):
     """Facts about a rank's script and host that step times do not reveal.
 
-    `precision`, `compiled`, `checkpointing` and `sharded` were observed in one step of a profiling run with options,
-    whatever the options say.
+    `precision`, `compiled`, `checkpointing` and `sharded` are what the agent observed in one step of a profiling run
+    with options; they may differ from the options' values.
     """
 
     loader_workers: Annotated[int, Field(ge=0, le=2**16)] | None = optional("`num_workers` of the training's loader.")
-    cores: Annotated[int, Field(ge=1, le=2**16)] | None = optional("CPU cores that the rank may use for itself.")
+    cores: Annotated[int, Field(ge=1, le=2**16)] | None = optional("CPU cores that only this rank may use.")
     operations: Annotated[int, Field(ge=1, le=2**31)] | None = optional(
-        "Nodes of the autograd graphs of a step: its operations, those of the optimizer left out."
+        "Number of nodes in a step's autograd graphs, which are the operations of the step without the optimizer's."
     )
-    launch_time_s: Seconds | None = optional("Seconds that it takes to start one such operation, forward and backward.")
-    precision: Name | None = optional("Types in which the forward pass computed, such as `bfloat16`.")
-    compiled: bool | None = optional("True: a model is compiled; false: nothing is.")
-    checkpointing: bool | None = optional("True: the backward pass repeated parts of the forward pass.")
-    sharded: bool | None = optional("True: no rank holds all parameters whole (FSDP, tensor parallelism).")
+    launch_time_s: Seconds | None = optional("Seconds needed to start one such operation, forward and backward.")
+    precision: Name | None = optional("Data types in which the forward pass computed, such as `bfloat16`.")
+    compiled: bool | None = optional("Whether any model is compiled.")
+    checkpointing: bool | None = optional("Whether the backward pass recomputed parts of the forward pass.")
+    sharded: bool | None = optional("Whether parameters are sharded across ranks (FSDP, tensor parallelism).")

@@ -1,8 +1,8 @@
-"""Peak memory of one rank (equation 3), M(b) = M_static + A b at local batch b, for the agent and the service.
+"""Computes the peak memory of one rank (equation 3), M(b) = M_static + A b at local batch b, for agent and service.
 
-M_static is counted: parameters, gradients, optimizer state and all other memory of the process on the device. A, the
-bytes of one more example (activations and batch), is measured. All amounts are in bytes. This module is pure arithmetic
-without numpy.
+M_static is the sum of parameters, gradients, optimizer state and all other memory of the process on the device. A, the
+bytes per additional example (activations and batch), is measured. All amounts are in bytes. The module is pure
+arithmetic without numpy.
 """
 
 from __future__ import annotations
@@ -12,45 +12,49 @@ from collections.abc import Mapping
 from typing import Final
 
 ALLOCATOR_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Variables that configure PyTorch's caching allocator, which reads the first that is set; the second is for ROCm,
-and the third is supported from torch 2.9 on.
+"""Environment variables that configure PyTorch's caching allocator, which reads the first variable that is set.
+
+The second variable is for ROCm; the third is supported by torch 2.9 and later.
 """
 GROWING_SEGMENTS: Final = "expandable_segments:True"
-"""The setting that lets the allocator's segments grow, so that they do not fragment."""
+"""The setting that makes the allocator's segments expandable, which avoids fragmentation."""
 ALLOCATOR_SLACK: Final = 0.02
-"""Share of the capacity that stays free for the allocator's rounding."""
+"""The share of the capacity that is kept free because the allocator rounds sizes up."""
 
 
 _CONTEXT_BYTES, _LARGEST_CONTEXT_SHARE = 0.75e9, 0.1
-"""Assumed size of a process's context, kernels and libraries on a device without a reading: 0.5 to 1.25 GB on
-accelerators, and never a large share of the capacity.
+"""The assumed memory of a process's context, kernels and libraries on a device, and its maximum share of the capacity.
+
+The assumption is used if the memory was not read. On accelerators, 0.5 to 1.25 GB are typical.
 """
 
 
 RESERVED_RATIO: Final = 1.05
-"""The ratio of memory that the caching allocator takes from a full device to allocated memory, without a replay:
-the median of 13 rows on an H100, which range from 0.98 to 1.28.
+"""The assumed ratio of memory that the caching allocator reserves on a full device to allocated memory.
+
+It is used if no replay has computed the ratio. It is the median of 13 measurements on an H100, which range from 0.98 to
+1.28.
 """
 SURE: Final = 0.85
-"""Share of the available memory within which a batch is promised without a run.
+"""The share of the available memory within which a batch is promised to fit without a run.
 
-Work space of kernels is not counted: on 13 rows of an H100, the predicted largest batch was up to 3 % too high with
-growing segments, and up to 17 % by the replay without.
+The estimate excludes the work space of kernels. In 13 measurements on an H100, the predicted largest batch was up to
+3 % too high with expandable segments, and up to 17 % too high without them, when predicted by the replay.
 """
 
 
 def assumed_context_bytes(capacity_bytes: float) -> float:
-    """Return the bytes that a process is assumed to use on a device outside the allocator, without a reading."""
+    """Return the bytes that a process is assumed to use outside the allocator on a device of this capacity."""
     return min(_CONTEXT_BYTES, _LARGEST_CONTEXT_SHARE * capacity_bytes)
 
 
 def usable_bytes(capacity_bytes: float) -> float:
-    """Return the capacity without the share that the allocator needs."""
+    """Return the capacity minus the share that is kept free for the allocator."""
     return capacity_bytes * (1.0 - ALLOCATOR_SLACK)
 
 
 def room_bytes(capacity_bytes: float, context_bytes: float | None = None) -> float:
-    """Return the bytes that the context leaves for the allocator; without a reading, its size is assumed."""
+    """Return the bytes that remain for the allocator after the context; if `context_bytes` is None, assume its size."""
     context = assumed_context_bytes(capacity_bytes) if context_bytes is None else context_bytes
     return usable_bytes(capacity_bytes) - context
 
@@ -63,22 +67,25 @@ def static_bytes(
     context_bytes: float | None = None,
     fixed_bytes: float = 0.0,
 ) -> float:
-    """Return M_static, the bytes that do not grow with the batch; None counts as 0.
+    """Return M_static, the bytes that do not depend on the batch size; an argument of None counts as 0.
 
-    `context_bytes` is the memory of the process on the device outside the allocator, and `fixed_bytes` is all other
-    memory that is allocated at every batch size (DDP's buckets).
+    `context_bytes` is the memory that the process uses on the device outside the allocator. `fixed_bytes` is all other
+    memory whose size does not depend on the batch, such as DDP's buckets.
     """
     counted = (parameter_bytes, gradient_bytes, optimizer_bytes, context_bytes)
     return sum(part or 0.0 for part in counted) + fixed_bytes
 
 
 def bytes_per_sample(growing_bytes: Mapping[int, float]) -> float | None:
-    """Return A, from peaks minus M_static by local batch size, or None without a reading or if nothing grows.
+    """Return A, the bytes per example, from measured peaks minus M_static, keyed by local batch size.
 
-    A peak is the maximum over several moments, at each of which memory grows along a different line. So it bends
-    upwards, and only the line through the largest batches shows how it continues: the line through the largest batch
-    and the next one of at most half its size (else the smallest). If there is a single batch, its whole peak is assumed
-    to grow; the answer then errs on the safe side by the part that is actually fixed (work space of kernels).
+    Returns None if there is no measurement or if memory does not grow with the batch.
+
+    A peak is the maximum over several moments of a step, at each of which memory grows linearly with a different slope.
+    The peak is therefore a convex function of the batch, and only the slope at the largest batches shows how it
+    continues. The slope is taken between the largest batch and the next batch of at most half its size, or the smallest
+    batch if there is none. With a single batch, the whole peak is assumed to grow with the batch, which overestimates A
+    by the part that is actually fixed (work space of kernels).
     """
     if not growing_bytes:
         return None
@@ -94,11 +101,11 @@ def bytes_per_sample(growing_bytes: Mapping[int, float]) -> float | None:
 def largest_local_batch_size(
     capacity_bytes: float, static: float, growing_bytes: Mapping[int, float], reserved_ratio: float = 1.0
 ) -> int | None:
-    """Return the largest batch with M(b) times `reserved_ratio` in the usable capacity; at least the largest that ran.
+    """Return the largest batch for which M(b) times `reserved_ratio` fits in the usable capacity.
 
-    `static` is M_static with the context; `growing_bytes` are measured peaks without it, by local batch size;
-    `reserved_ratio` is the ratio of memory that an allocator takes from a full device to allocated memory. Returns None
-    if `bytes_per_sample` is None.
+    The result is at least the largest batch that ran, or None if `bytes_per_sample` returns None. `static` is M_static
+    with the context. `growing_bytes` contains measured peaks minus `static`, by local batch size. `reserved_ratio` is
+    the ratio of memory that the allocator reserves on a full device to allocated memory.
     """
     slope = bytes_per_sample(growing_bytes)
     if slope is None:

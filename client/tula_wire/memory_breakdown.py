@@ -1,4 +1,4 @@
-"""The model of a rank's memory as a run reports it. The formula is in `memory.py`, which does not need Pydantic."""
+"""The model of a rank's memory as a run reports it; the formula is in `memory.py`, which does not need Pydantic."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MemoryMethod = Literal["cuda_allocator", "peak_rss", "estimate", "reported"]
 
 @dataclass(frozen=True)
 class MemoryBreakdown:
-    """The memory of one rank by component (equation 3 of the paper); `method` is the way in which it was read.
+    """The memory of one rank by component (equation 3 of the paper).
 
-    A component is None if it was not read. As with `Configuration`, the constructor checks nothing.
+    A component is None if it was not read. As with `Configuration`, the constructor validates nothing.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", revalidate_instances="always")
 
-    method: Annotated[MemoryMethod, Field(description="How memory was read.")]
+    method: Annotated[MemoryMethod, Field(description="How the memory was read.")]
     peak_bytes: Annotated[Bytes, Field(description="Largest number of bytes in use at one time.")]
     parameter_bytes: Annotated[Bytes | None, Field(description="Bytes of parameters.")] = None
     gradient_bytes: Annotated[Bytes | None, Field(description="Bytes of gradients.")] = None
@@ -29,11 +29,11 @@ class MemoryBreakdown:
     activation_bytes: Annotated[Bytes | None, Field(description="Bytes of activations.")] = None
     batch_bytes: Annotated[Bytes | None, Field(description="Bytes of the input batch.")] = None
     reserved_bytes: Annotated[Bytes | None, Field(description="Bytes that the allocator reserved.")] = None
-    context_bytes: Annotated[Bytes | None, Field(description="Bytes of the device's context.")] = None
-    capacity_bytes: Annotated[Bytes | None, Field(description="Bytes of the device.")] = None
+    context_bytes: Annotated[Bytes | None, Field(description="Bytes of the process's context on the device.")] = None
+    capacity_bytes: Annotated[Bytes | None, Field(description="Bytes of memory of the device.")] = None
     growing_segments: Annotated[
-        bool | None, Field(description="True: the allocator's segments grow (`expandable_segments:True`).")
+        bool | None, Field(description="Whether the allocator's segments are expandable (`expandable_segments:True`).")
     ] = None
     alloc_retries: Annotated[
-        int | None, Field(ge=0, le=2**53, description="Requests for which the allocator first gave cached memory back.")
+        int | None, Field(ge=0, le=2**53, description="Allocations for which the allocator first freed cached memory.")
     ] = None

@@ -1,4 +1,4 @@
-"""The precision of a profiling run's step time, and the rules by which agent and service end a run."""
+"""Computes how precisely a profiling run knows its step time, and when agent and service should end the run."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from statistics import fmean, stdev
 from typing import Final
 
 FEWEST_STEPS: Final = 8
-"""Fewest steps for a mean, since a loader with eight processes may stall once every eight steps."""
+"""The minimum number of steps for a mean, since a loader with eight processes may stall once every eight steps."""
 _LEAST_S: Final = 1.0
 _OF_START_UP: Final = 0.1
 _NORMAL: Final = 1.96
 NORMAL_90: Final = 1.645
-"""Half-width of a 90 % interval of a normal variable, in standard deviations."""
+"""The half-width of a 90 % interval of a normal variable, in standard deviations."""
 _TOLERABLE: Final = 0.07
-"""Half-width of the mean's interval at which no further steps are needed: 400 training steps with the same
-randomness are uncertain by 5 %, and both together stay within a tenth.
+"""The relative half-width of the mean's interval below which no more steps are needed.
+
+The mean of 400 training steps with the same randomness is uncertain by 5 %, so the two together stay within a tenth.
 """
 MOST_TIMES: Final = 8
-"""A run measures at most this many times the requested steps."""
+"""A run measures at most this multiple of the requested number of steps."""
 
 
 def relative_error(step_times_s: Sequence[float], start_up_s: float = 0.0) -> float:
     """Return the half-width of a 95 % interval of the mean step time, relative to the mean.
 
-    The result is infinite below eight steps, and until the steps have taken a tenth of `start_up_s` (the seconds before
-    the first step) or one second, whichever is longer, since measuring costs little compared with a start, and slow
-    steps may be rare.
+    The result is infinite if there are fewer than eight steps. It is also infinite until the steps have taken one
+    second and a tenth of `start_up_s`, the seconds before the first step, because measuring costs little compared with
+    a start-up and slow steps may be rare.
     """
     count, total_s = len(step_times_s), math.fsum(step_times_s)
     if count < FEWEST_STEPS or total_s < max(_LEAST_S, _OF_START_UP * start_up_s):
@@ -38,10 +39,11 @@ def relative_error(step_times_s: Sequence[float], start_up_s: float = 0.0) -> fl
 def is_known(
     step_times_s: Sequence[float], precision: float, start_up_s: float = 0.0, usual_spread: float = 0.0
 ) -> bool:
-    """Return True if the step time is known to `precision`, so that a run may end early; never if `precision` is 0.
+    """Return True if the step time is known precisely enough to end a run early; always False if `precision` is 0.
 
-    `usual_spread` is the result of `spread` for an earlier batch of the same launch. Random slow steps of that batch
-    may be missing here by chance, so with that spread, too, the mean must be uncertain by at most 7 %.
+    The relative error must be at most `precision`. `usual_spread` is the result of `spread` for an earlier batch of the
+    same launch. By chance, these steps may include none of the random slow steps of the earlier batch, so the mean must
+    be uncertain by at most 7 % under that spread too.
     """
     if precision <= 0.0 or relative_error(step_times_s, start_up_s) > precision:
         return False
@@ -53,10 +55,10 @@ def is_long_enough(
 ) -> bool:
     """Return True if a run has measured enough after `measured` steps.
 
-    A run measures `measuring_steps` steps. If slow steps come at random, the mean of so few steps is uncertain: if its
-    95 % interval is wider than 7 % either way, the steps are doubled, up to three times. The interval is computed from
-    the `spread` of these steps, or from `usual_spread` as in `is_known` if that is larger. With a `precision` of 0, or
-    below eight steps, no steps are added.
+    A run measures `measuring_steps` steps. If slow steps occur at random, the mean of so few steps may be uncertain. If
+    the half-width of its 95 % interval exceeds 7 %, the number of steps is doubled, up to three times. The interval is
+    computed from the `spread` of these steps, or from `usual_spread` as in `is_known` if that is larger. If `precision`
+    is 0 or if there are fewer than eight steps, no steps are added.
     """
     if measured < measuring_steps or precision <= 0.0 or measured >= MOST_TIMES * measuring_steps:
         return measured >= measuring_steps
@@ -70,10 +72,10 @@ def is_long_enough(
 
 
 def spread(step_times_s: Sequence[float]) -> float:
-    """Return the standard deviation of independent steps with an equally uncertain mean, relative to the mean.
+    """Return the relative standard deviation that independent steps would need for their mean to be as uncertain.
 
-    Successive steps may be correlated, and slow steps may come at regular intervals, so it is computed from the means
-    of successive steps (batch means). It is 0 below eight steps.
+    Successive steps may be correlated, and slow steps may occur at regular intervals, so the result is computed from
+    the means of groups of successive steps (batch means). It is 0 if there are fewer than eight steps.
     """
     if len(step_times_s) < FEWEST_STEPS:
         return 0.0
@@ -82,9 +84,9 @@ def spread(step_times_s: Sequence[float]) -> float:
 
 
 def _means(times: Sequence[float]) -> list[float]:
-    """Return the means of groups of successive times, without the first few times.
+    """Return the means of equal groups of successive times, dropping the first few times if they do not divide evenly.
 
-    If the largest time is an outlier, it is replaced by the second largest, as in the mean that the service reports.
+    If the largest time is an outlier, the second largest time replaces it, as in the mean that the service reports.
     """
     smallest, *_, second, largest = sorted(times)
     most = second if largest - second > second - smallest else largest
@@ -94,14 +96,14 @@ def _means(times: Sequence[float]) -> list[float]:
 
 
 def _in_each(count: int) -> int:
-    """Return how many of `count` times go into a batch mean; the optimal size grows with the cube root of the count."""
+    """Return the number of times in each batch mean; the optimal number is proportional to the cube root of `count`."""
     return round(math.cbrt(count))
 
 
 def half_width(deviation: float, count: int, z: float = _NORMAL) -> float:
-    """Return the half-width of a 95 % interval of the mean of `count` values of this standard deviation.
+    """Return the half-width of a 95 % interval of the mean of `count` values with this standard deviation.
 
-    With another `z`, the interval has a half-width of `z` standard deviations of a normal variable.
+    With another `z`, the interval has the coverage of `z` standard deviations of a normal variable.
     """
     return _student(count - 1, z) * deviation / math.sqrt(count) if count > 1 else math.inf
 
@@ -109,8 +111,8 @@ def half_width(deviation: float, count: int, z: float = _NORMAL) -> float:
 def _student(freedom: int, z: float) -> float:
     """Return the quantile of Student's t at the probability at which a normal variable has the quantile `z`.
 
-    This uses the first terms of a series in 1 / freedom (Abramowitz 26.7.5): at 97.5 %, it is 3 % too low with two
-    degrees of freedom, and less than 1 % with more.
+    The function uses the first terms of a series in 1 / freedom (Abramowitz 26.7.5). At 97.5 %, the result is 3 % too
+    low with two degrees of freedom, and less than 1 % too low with more.
     """
     first = (z**3 + z) / 4.0
     second = (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / 96.0

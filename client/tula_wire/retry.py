@@ -1,4 +1,4 @@
-"""Computes the wait before a request is sent again. Pure: the clock and the random number are arguments."""
+"""Pure functions that compute how long to wait before a retry; the time and the random number are arguments."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from email.utils import parsedate_to_datetime
 
 
 def backoff_s(failures: int, jitter: float, *, base_s: float, cap_s: float, asked_s: float | None = None) -> float:
-    """Return the seconds to wait after `failures` attempts (from 1): exponential backoff with full jitter.
+    """Return the seconds to wait after `failures` failed attempts (at least 1): exponential backoff with full jitter.
 
-    The wait is uniform in [0, min(cap_s, base_s * 2**(failures - 1))] if `jitter` is uniform in [0, 1), and is added to
-    `asked_s`, the seconds in `Retry-After` (RFC 9110, section 10.2.3).
+    If `jitter` is uniform in [0, 1), the backoff is uniform in [0, min(cap_s, base_s * 2**(failures - 1))]. `asked_s`,
+    the seconds in `Retry-After` (RFC 9110, section 10.2.3), is added to the backoff.
     """
-    doublings = min(failures - 1, 60)  # beyond it, 2**doublings overflows
+    doublings = min(failures - 1, 60)  # a larger exponent could overflow
     return jitter * min(cap_s, base_s * 2.0**doublings) + (asked_s or 0.0)
 
 
 def retry_after_s(header: str | None, now: datetime) -> float | None:
-    """Return the wait in seconds from a `Retry-After` header (seconds or a date); None if it is absent or unreadable.
+    """Return the wait in seconds that a `Retry-After` header requests, or None if it is absent or malformed.
 
-    `now` must have a time zone.
+    The header contains seconds or a date. `now` must have a time zone.
     """
     if not header:
         return None

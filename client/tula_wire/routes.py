@@ -1,4 +1,4 @@
-"""All paths of the API, shared by service, agent and client."""
+"""Defines all paths of the API, which service, agent and client share."""
 
 from __future__ import annotations
 

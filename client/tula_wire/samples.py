@@ -1,4 +1,4 @@
-"""Models of measurements by runs and probes: all-reduces, columns of step samples, and series by step (telemetry)."""
+"""Models of what runs and probes measure: all-reduces, columns of step samples, and series by step (telemetry)."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Backend = Literal["gloo", "nccl"]
 
 
 class AllReduceReading(WireModel):
-    """Repeated all-reduces of one size."""
+    """The time of an all-reduce of one size, measured repeatedly."""
 
-    size_bytes: Annotated[int, Field(ge=1, le=2**40)] = Field(description="Bytes that each rank holds.")
-    time_s: Seconds = Field(description="Seconds of one all-reduce, the median.")
+    size_bytes: Annotated[int, Field(ge=1, le=2**40)] = Field(description="Bytes that each rank contributes.")
+    time_s: Seconds = Field(description="Median of the seconds that one all-reduce takes.")
     relative_sd: Annotated[float, Field(ge=0, le=100)] = Field(
-        0.0, description="Standard deviation of the repeats, from their median deviation, as a share of the median."
+        0.0, description="Standard deviation divided by the median, estimated from the median absolute deviation."
     )
-    repeats: Count = Field(1, description="How often it was measured.")
+    repeats: Count = Field(1, description="Number of repetitions.")
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.size_bytes > self.time_s * MAX_BYTES_PER_S:
-            raise ValueError(f"time_s is less than {self.size_bytes} bytes take on any link: give seconds")
+            raise ValueError(f"time_s is shorter than any link needs for {self.size_bytes} bytes: give it in seconds")
         return self
 
 
@@ -38,32 +38,32 @@ Readings = Annotated[list[AllReduceReading], Field(min_length=3, max_length=64)]
 
 
 class AllReduces(WireModel):
-    """All-reduces that ranks measured together."""
+    """The times of all-reduces that several ranks measured together."""
 
-    backend: Backend = Field(description="The backend that reduced the bytes.")
-    num_nodes: Count = Field(description="Nodes that took part.")
-    ranks_per_node: Count = Field(description="Ranks of each node.")
-    launch_time_s: Seconds | None = optional("Seconds that one kernel takes to launch, the mean over ranks.")
+    backend: Backend = Field(description="The torch.distributed backend that performed the all-reduces.")
+    num_nodes: Count = Field(description="Number of nodes that took part.")
+    ranks_per_node: Count = Field(description="Number of ranks on each node.")
+    launch_time_s: Seconds | None = optional("Seconds that one kernel takes to launch, as the mean over ranks.")
     all_ranks: Readings = Field(description="All-reduces over all ranks, by size.")
     in_node: Readings | None = optional(
-        "All-reduces over the ranks of one node; null with one node, or one rank per node."
+        "All-reduces over the ranks of one node; null with only one node or one rank per node."
     )
 
     @model_validator(mode="after")
     def _several(self) -> Self:
         if self.num_nodes * self.ranks_per_node < 2:
-            raise ValueError("one rank reduces nothing: two ranks or more make a probe")
+            raise ValueError("a probe with one rank cannot measure an all-reduce: use at least two ranks")
         if self.in_node is not None and 1 in (self.num_nodes, self.ranks_per_node):
-            raise ValueError("in_node needs several nodes of several ranks: leave it out")
+            raise ValueError("in_node requires several nodes with several ranks each: omit it")
         return self
 
 
 class FabricProbe(AllReduces):
-    """The measurements of one probe on nodes of an instance type; the newest for each number of nodes and ranks is
-    used.
+    """The measurements of one probe on nodes of one instance type.
 
-    A job uses the probe if `instance_type`, `accelerator` and `network_gbps` are equal to those of its cluster; without
-    an accelerator, `default` nodes are considered equal only if they have as many ranks.
+    A job uses the newest probe for each number of nodes and ranks whose `instance_type`, `accelerator` and
+    `network_gbps` equal those of the job's cluster. If no accelerator is named, nodes of the type `default` count as
+    equal only if they have the same number of ranks.
     """
 
     instance_type: Word = Field(DEFAULT_INSTANCE_TYPE, description="As in the job's cluster.")
@@ -72,34 +72,35 @@ class FabricProbe(AllReduces):
 
 
 class AllReduceCost(WireModel):
-    """Seconds of an all-reduce of any size: `latency_s + seconds_per_byte * size`, with 90 % intervals."""
+    """The line `latency_s + seconds_per_byte * size` for the seconds of an all-reduce, with 90 % intervals."""
 
-    latency_s: Estimate = Field(description="Seconds that any size takes.")
-    seconds_per_byte: Estimate = Field(description="Seconds for each further byte of a rank.")
+    latency_s: Estimate = Field(description="Seconds that an all-reduce takes regardless of its size.")
+    seconds_per_byte: Estimate = Field(description="Seconds for each additional byte per rank.")
 
 
 class Fabric(WireModel):
-    """A stored probe and the line through its readings."""
+    """A stored probe and the line that was fitted to its measurements."""
 
-    probe: FabricProbe = Field(description="What was measured.")
-    all_ranks: AllReduceCost = Field(description="Over all ranks.")
-    in_node: AllReduceCost | None = optional("Over the ranks of one node, if measured separately.")
-    created_at: Timestamp = Field(description="When it was stored (RFC 3339, with time zone).")
+    probe: FabricProbe = Field(description="The measurements of the probe.")
+    all_ranks: AllReduceCost = Field(description="Cost of an all-reduce over all ranks.")
+    in_node: AllReduceCost | None = optional("Cost of an all-reduce within one node, if it was measured separately.")
+    created_at: Timestamp = Field(description="When the probe was stored (RFC 3339, with time zone).")
     job_id: str | None = optional(
-        "The job whose run measured it: it counts for other jobs once a probe of theirs agrees; null: a user's probe."
+        "The job whose run took the probe, which other jobs use only once a probe of theirs agrees; null if a user "
+        "sent the probe."
     )
 
 
 class FabricList(WireModel):
-    """The fabrics of a project, newest first."""
+    """The probed fabrics of a project, newest first."""
 
-    fabrics: list[Fabric] = Field(description="Fabrics, newest first.")
+    fabrics: list[Fabric] = Field(description="The fabrics, newest first.")
 
 
 LEASE_HEADER = "Tula-Lease"
-"""Header in which agents send the number of their lease."""
+"""The header in which agents send the number of their lease."""
 MAX_BODY_BYTES = 2**20
-"""Largest body of samples or telemetry in bytes; agents do not send a larger one, and the service refuses it."""
+"""The maximum size in bytes of a body with samples or telemetry; agents respect it, and the service enforces it."""
 MAX_STEPS = 10_000
 MAX_BUCKETS = 4096
 
@@ -114,7 +115,7 @@ T = TypeVar("T")
 Column = Annotated[list[T], Field(max_length=MAX_STEPS, fail_fast=True)]
 """A column with one entry per step.
 
-Validation stops at the first error, since reporting all of them would take hundreds of times the memory of the body.
+Validation stops at the first error, since a report of all errors would need hundreds of times the memory of the body.
 """
 Times = Column[Elapsed | None] | None
 _BUCKETS = Field(min_length=1, max_length=MAX_BUCKETS, fail_fast=True)
@@ -123,11 +124,11 @@ _BUCKETS = Field(min_length=1, max_length=MAX_BUCKETS, fail_fast=True)
 def _check_lengths(of: str, length: int, columns: Iterable[tuple[str, object]]) -> None:
     for name, column in columns:
         if isinstance(column, list) and len(column) != length:
-            raise ValueError(f"{name} has {len(column)} entries but {of} has {length}: send equal lengths")
+            raise ValueError(f"{name} has {len(column)} entries but {of} has {length}: send columns of equal length")
 
 
 class BucketTimeline(WireModel):
-    """The times on one rank at which the gradients in each bucket of DistributedDataParallel were complete."""
+    """The times at which the gradients in each DistributedDataParallel bucket were complete on one rank."""
 
     bucket_bytes: Annotated[list[Bytes], _BUCKETS] = Field(
         description="Bytes of each bucket, in the order of reduction."
@@ -143,29 +144,30 @@ class BucketTimeline(WireModel):
 
 
 class SampleBatch(WireModel):
-    """Samples of one rank; row i is the i-th entry of every column, identified by (run, rank, boot id, sequence)."""
+    """Samples of one rank; row i consists of the i-th entry of every column.
+
+    A row is identified by run, rank, boot id and sequence.
+    """
 
     rank: Rank = Field(description="Global rank of the process.")
-    boot_id: Name = Field(description="Random per process start, so that a restart never collides.")
-    world_size: Count | None = optional("As the process saw it.")
-    local_batch_size: Count | None = optional("As the process saw it, which may ignore the plan.")
-    grad_accum_steps: Count | None = optional("Micro-steps per optimizer step, as the process saw them.")
-    timing_method: TimingMethod = Field("wall", description="How step times were split.")
+    boot_id: Name = Field(description="Random id of this start of the process, so that a restart does not collide.")
+    world_size: Count | None = optional("World size that the process observed.")
+    local_batch_size: Count | None = optional("Local batch that the process observed, which may differ from the plan.")
+    grad_accum_steps: Count | None = optional("Micro-steps per optimizer step that the process observed.")
+    timing_method: TimingMethod = Field("wall", description="How step times were split into parts.")
     memory: MemoryBreakdown | None = optional("Memory of this rank.")
     energy_per_step_j: Annotated[float, Field(gt=0, le=1e12)] | None = optional(
-        "Joules that its device used per step, the mean over its measured steps so far."
+        "Joules per step that the rank's device used, as the mean over the steps measured to date."
     )
-    machine: HostFacts | None = optional(
-        "What the rank knows about its script and its host, for the verdict and the run."
-    )
-    timeline: BucketTimeline | None = optional("When its gradients were ready to be reduced.")
+    machine: HostFacts | None = optional("Facts about the rank's script and host, for the verdict and the run.")
+    timeline: BucketTimeline | None = optional("When the rank's gradients were ready to be reduced.")
     all_reduces: AllReduces | None = optional(
-        "Measurements of a probe within the run; stored as a fabric of its cluster."
+        "Measurements of a probe within the run, which are stored as a fabric of its cluster."
     )
-    warmup: bool = Field(False, description="True: discarded by the fit.")
+    warmup: bool = Field(False, description="Whether the fit discards these samples.")
     epochs_before: Annotated[float, Field(ge=0, le=1e6)] | None = optional("Epochs trained before the process started.")
     sequence: Annotated[Column[Number], Field(min_length=1)] = Field(
-        description="Number of each sample of this process, increasing; identifies it when resent."
+        description="Increasing number of each sample of this process, which identifies a sample that is sent again."
     )
     step: Column[Number] = Field(description="Optimizer step of each sample.")
     step_time_s: Column[StepTime] = Field(description="Wall-clock seconds of each step.")
@@ -174,7 +176,7 @@ class SampleBatch(WireModel):
     exposed_comm_time_s: Times = optional("Seconds of communication not hidden behind compute.")
     input_time_s: Times = optional("Seconds of waiting for data.")
     optimizer_time_s: Times = optional(
-        "Seconds of the optimizer, which steps once, however many micro-steps there are."
+        "Seconds of the optimizer, which steps once per row for any number of micro-steps."
     )
     skew_s: Times = optional("Seconds of waiting for the slowest rank.")
     straggler_rank: Column[Rank | None] | None = optional("The slowest rank, if one stands out.")
@@ -186,27 +188,27 @@ class SampleBatch(WireModel):
 
 
 class SamplesAccepted(WireModel):
-    """The numbers of stored rows and of duplicates from repeated requests."""
+    """The response to samples, which says how many were stored and whether the run should stop."""
 
-    stored: int = Field(description="Number of samples stored.")
-    duplicates: int = Field(description="Number of samples that were stored before.")
+    stored: int = Field(description="Number of samples that were stored now.")
+    duplicates: int = Field(description="Number of samples that had already been stored.")
     stop: bool = Field(
         False,
-        description="True: end the run, since it is over, or has measured as long or as precisely as asked.",
+        description="Whether to end the run, because it is over or has measured enough steps or precisely enough.",
     )
-    run_ended: bool = Field(False, description="True: the run was cancelled or has ended in another way.")
-    reason: str | None = optional("Why to stop, in one sentence.")
+    run_ended: bool = Field(False, description="Whether the run was cancelled or has ended in another way.")
+    reason: str | None = optional("Why the run should stop, in one sentence.")
 
 
 class StepSample(WireModel):
-    """A stored step of one rank; fields without a measurement are None."""
+    """A stored step of one rank; a time that was not measured is None."""
 
-    run_id: str = Field(description="The run.")
+    run_id: str = Field(description="Id of the run.")
     rank: int = Field(description="Global rank of the process.")
-    boot_id: str = Field(description="The process that measured it.")
+    boot_id: str = Field(description="Boot id of the process that measured the step.")
     sequence: int = Field(description="Number of the sample within that process.")
     step: int = Field(description="Optimizer step.")
-    warmup: bool = Field(description="True: discarded by the fit.")
+    warmup: bool = Field(description="Whether the fit discards the step.")
     step_time_s: float = Field(description="Wall-clock seconds of the step.")
     compute_time_s: float | None = optional("Seconds of forward, backward and optimizer.")
     comm_time_s: float | None = optional("Seconds of collectives.")
@@ -218,37 +220,39 @@ class StepSample(WireModel):
 
 
 class SamplePage(WireModel):
-    """Samples of a job, process after process; `next_cursor` is None on the last page."""
+    """One page of a job's samples, ordered by process; `next_cursor` is None on the last page."""
 
     samples: list[StepSample] = Field(description="The samples, ordered by process, then by sequence.")
     next_cursor: str | None = optional("Send it as `cursor` to get the next page; null on the last.")
 
 
 COLUMN_NAME = r"[a-z][a-z0-9_]{0,63}"
-"""The name of a column; a column with any other name is left out of its chunk, and named in the answer."""
+"""Matches valid names of columns; the service omits a column with any other name, and lists it in the response."""
 
 COLUMNS = (
     "step_time_s", "grad_norm", "gradient_variability", "scale", "scaled_share", "gradient_noise_scale", "loss",
     "accuracy", "validation_accuracy", "lr", "memory_bytes", "skew_s", "tokens_per_example", "small_batch_size",
     "directions",
 )  # fmt: skip
-"""Columns that the service interprets; it stores and charts any other column too."""
+"""The columns that the service interprets; it also stores and charts all other columns."""
 
 
 class ChunkIdentity(WireModel):
-    """The identity of a process's chunk; a chunk whose identity is stored already counts as a resend."""
+    """The fields that identify a chunk; a second chunk with the same identity is a duplicate."""
 
     rank: Rank = Field(0, description="Global rank of the process.")
-    boot_id: Name = Field(description="Random per process start, so that a restart never collides.")
-    sequence: Number = Field(description="Number of the chunk within this process; identifies it when resent.")
+    boot_id: Name = Field(description="Random id of this start of the process, so that a restart does not collide.")
+    sequence: Number = Field(
+        description="Number of the chunk within this process, which identifies a chunk that is sent again."
+    )
 
 
 class TelemetryChunk(ChunkIdentity):
-    """Steps and named float columns of one rank; a missing value is null."""
+    """A chunk of telemetry from one rank, with steps and named columns of floats; a missing value is null."""
 
     steps: Annotated[Column[Number], Field(min_length=1)] = Field(description="Optimizer step of each row.")
     columns: Annotated[dict[str, Column[float | None]], Field(min_length=1)] = Field(
-        description="Values by name of the metric, one per step; units are in the names."
+        description="Values of each metric, one per step, by the metric's name, which includes the unit."
     )
 
     @model_validator(mode="after")
@@ -258,23 +262,26 @@ class TelemetryChunk(ChunkIdentity):
 
 
 class TelemetryAccepted(WireModel):
-    """The number of stored step values (a number of one column at one step), or 0 for a resend."""
+    """The response to a telemetry chunk, which says how many values were stored.
 
-    stored: int = Field(description="Number of step values stored.")
-    duplicate: bool = Field(False, description="True: the chunk was stored before.")
+    A value is the number in one column at one step; for a duplicate, `stored` is 0.
+    """
+
+    stored: int = Field(description="Number of values that were stored.")
+    duplicate: bool = Field(False, description="Whether the chunk had already been stored.")
     refused: list[str] = Field(
-        [], description="Columns that were left out: no metric may have their names, or the run has a thousand."
+        [], description="Columns that were omitted, because their names are invalid or the run has a thousand columns."
     )
 
 
 class TelemetrySeries(WireModel):
-    """A column, downsampled if it has more points than requested."""
+    """One telemetry column of a rank, downsampled if it has more points than requested."""
 
-    run_id: str = Field(description="The run.")
+    run_id: str = Field(description="Id of the run.")
     column: str = Field(description="Name of the metric.")
     rank: int = Field(description="Global rank of the process.")
     steps: list[int] = Field(description="Optimizer step of each point.")
     values: list[float | None] = Field(description="Value of each point, in the unit of the column's name.")
     total_points: int = Field(description="Number of points before downsampling.")
-    downsampled: bool = Field(description="True: points were left out.")
+    downsampled: bool = Field(description="Whether points were omitted.")
     available: list[str] = Field([], description="Names of all metrics of the run.")

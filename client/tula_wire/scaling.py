@@ -1,4 +1,4 @@
-"""Parameters of gradient scaling, set by users for a job and a policy, and pulled by agents."""
+"""Models of the gradient-scaling values that users set for a job and a policy, and that agents read."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Factor = Annotated[float, Field(ge=MIN_FACTOR, le=MAX_FACTOR)]
 
 
 class ScalingPatch(WireModel):
-    """A user's change of one policy's numbers; omitted fields do not change, and null returns a field to the script.
+    """A user's change of one policy's values; omitted fields keep their values, and null lets the script decide.
 
-    Agents use only the numbers that their scripts did not pass explicitly.
+    Agents use only those values that their scripts do not pass explicitly.
     """
 
-    delta: Delta | None = optional("A step with gradient variability at or above it is sensitive.")
+    delta: Delta | None = optional("Gradient variability from which a step counts as sensitive.")
     small_batch_size: Count | None = optional("b_small, in examples.")
     static_scale: Factor | None = optional("Factor of the policy `static`.")
-    s_min: Factor | None = optional("Smallest factor.")
-    s_max: Factor | None = optional("Largest factor.")
+    s_min: Factor | None = optional("Minimum factor.")
+    s_max: Factor | None = optional("Maximum factor.")
 
 
 class ScalingThresholds(ScalingPatch):
-    """The numbers of one policy; the training script decides numbers that are null or that it passes explicitly."""
+    """The values of one policy; the training script decides those that are null or that it passes explicitly."""
 
-    version: int = Field(1, ge=0, le=MAX_NUMBER, description="Grows with every change; also the ETag.")
-    policy: ScalingPolicy = Field("gain", description="The policy to which the numbers belong.")
+    version: int = Field(1, ge=0, le=MAX_NUMBER, description="Increases with every change, and is also the ETag.")
+    policy: ScalingPolicy = Field("gain", description="The policy to which the values belong.")

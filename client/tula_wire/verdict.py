@@ -1,7 +1,7 @@
-"""The verdict on a run, with the same rule for agent and service: a diagnosis, its evidence, and a next step with its
-worth.
+"""Computes the verdict on a run: a diagnosis, its evidence, and a next step with its saving.
 
-This is pure arithmetic on measured steps without numpy, so that the agent can use it everywhere.
+Agent and service use the same rules. The module is pure arithmetic on measured steps without numpy, so that the agent
+can use it in any environment.
 """
 
 from __future__ import annotations
@@ -30,61 +30,62 @@ Diagnosis = Literal[
 """The cause that limits the speed of a run; `unknown` if there are too few measurements."""
 
 WAIT_SHARE: Final = 0.1
-"""Least share of a step at which a wait is a diagnosis, by the lower end of its interval; nodes differ by as much."""
-COMPUTE_SHARE: Final = 0.85
-"""Least share of a step at which forward, backward and optimizer limit the speed, since all waits are small.
-"""
-LAUNCH_SHARE: Final = 0.5
-"""Least share of the compute time at which it is limited by starting operations.
+"""The share of a step that a wait must exceed to be a diagnosis, judged by the lower end of the share's interval.
 
-Both times are measured on the host, where they add up; on an accelerator, starting overlaps with running, and the
-operations of the optimizer, which are not counted, fill the rest.
+Nodes differ by about as much.
+"""
+COMPUTE_SHARE: Final = 0.85
+"""The minimum share of a step that forward, backward and optimizer must take for a run to be compute-bound."""
+LAUNCH_SHARE: Final = 0.5
+"""The minimum share of the compute time that starting operations must take for a run to be launch-bound.
+
+Both times are measured on the host. On an accelerator, starting an operation overlaps with running others; the time
+that remains is due to the optimizer's operations, which are not counted.
 """
 FEWEST_SPLIT: Final = 3
-"""Fewest steps with measured communication for its share; during training, DDP times only a few steps.
-"""
+"""The minimum number of measured steps for a share; during training, DDP times communication in only a few steps."""
 FEWEST_RETRIES: Final = 3
-"""Fewest requests that found the device full for a diagnosis of memory; one or two are the allocator's search for
-its blocks in the first steps.
+"""The minimum number of allocations that found the device full for a run to be memory-bound.
+
+One or two such allocations are normal while the allocator finds its block sizes in the first steps.
 """
 STRAGGLER_STEPS: Final = 0.5
-"""Share of the steps with a slowest rank in which a rank must be the slowest to be named."""
+"""A rank is named as the straggler if it is slowest in more than this share of the steps that have a slowest rank."""
 WAITING_ROUNDS: Final = 0.5
-"""Share of the rounds of the loader's workers that must wait before more workers are sure to help; a smaller share
-is a stall of the storage or of one batch, which more workers may not remove.
+"""The share of rounds in which training must wait for data before more loader workers are certain to help.
+
+A smaller share points to stalls of the storage or of single batches, which more workers might not remove.
 """
 MOST_MORE_WORKERS: Final = 16
-"""Most workers to recommend in addition to the loader's own, if the number of cores is unknown."""
+"""The maximum number of additional loader workers to recommend if the number of cores is unknown."""
 BLOCKS: Final = 10
-"""Number of blocks in which consecutive steps are averaged before their spread is computed; neighbours are correlated.
-"""
+"""The number of blocks in which consecutive steps are averaged before computing a spread, since they are correlated."""
 
 
 class Verdict(WireModel):
-    """A diagnosis of a run, its evidence, and the next step with its worth."""
+    """A diagnosis of a run, its evidence, and the next step with its saving."""
 
     diagnosis: Diagnosis = Field(
-        description="What bounds its speed; `healthy`: no single cause that is worth a change; `unknown`: too little "
-        "is measured."
+        description="What limits the run's speed; `healthy` if no single cause is worth a change, `unknown` if there "
+        "are too few measurements."
     )
-    evidence: str = Field(description="What shows it, in one sentence.")
+    evidence: str = Field(description="The evidence for the diagnosis, in one sentence.")
     next_step: str = Field(description="What to do next, in one sentence.")
     saves: Estimate | None = optional(
-        "Share of the time of a step (0 to 1) that the next step saves, with a 90 % interval over the steps; null: "
-        "what is measured does not tell."
+        "Share of a step's time (0 to 1) that following `next_step` saves, with a 90 % interval; null if the "
+        "measurements do not show it."
     )
-    at_most: bool = Field(False, description="True: `saves` is an upper bound, not an expectation.")
-    straggler_rank: Rank | None = optional("The rank that the others wait for; null: none stands out.")
-    steps: int = Field(description="Number of measured steps on which it rests.")
+    at_most: bool = Field(False, description="Whether `saves` is an upper bound rather than an expectation.")
+    straggler_rank: Rank | None = optional("The rank for which the others wait; null if no rank stands out.")
+    steps: int = Field(description="Number of measured steps on which the verdict is based.")
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Measured steps of the first rank after warm-up, oldest first; all columns have the same length, times are in
-    seconds.
+    """Measured steps of the first rank after warm-up, oldest first, as columns of equal length; times are in seconds.
 
-    A step without a measurement has None. `exposed_comm_time_s` is the communication itself, `skew_s` the additional
-    time that the fastest rank waited for the slowest, and `straggler_rank` the slowest rank if one stands out.
+    A value that was not measured is None. `exposed_comm_time_s` is the communication itself, `skew_s` the additional
+    time for which the fastest rank waited for the slowest, and `straggler_rank` the slowest rank if one stands out.
     """
 
     step_time_s: Sequence[float]
@@ -95,17 +96,16 @@ class Steps:
 
 
 def diagnose(steps: Steps, host: HostFacts | None = None, memory: MemoryBreakdown | None = None) -> Verdict:
-    """Return the verdict on these steps: the cause that takes the largest share of a step, if that share is large
-    enough.
+    """Return the verdict on these steps, which names the cause with the largest share of a step if it is large enough.
 
-    A share is the total time of the cause divided by the total of the step times, since time and money are sums; its
-    interval comes from its variation over the steps. The next step saves at most that share, and the saving is stated
-    as an expectation only if it can be computed: loader workers divide the time of loading, and accumulation halves the
-    communication per example. Memory has no share; it is the diagnosis only if there is no wait.
+    A share is the total time due to the cause divided by the sum of the step times. Its interval follows from the
+    variation over the steps. The next step saves at most that share. The saving is stated as an expectation only if it
+    can be computed, because loader workers divide the loading time and accumulation halves the communication per
+    example. Memory has no share, so it is diagnosed only if no other cause is found.
     """
     host, measured = host or HostFacts(), len(steps.step_time_s)
     if measured < FEWEST_STEPS:
-        return _unknown(f"{count(measured)} steps are measured", measured)
+        return _unknown(f"only {count(measured)} steps were measured", measured)
     input_share = _share(steps.input_time_s, steps.step_time_s)
     comm_share = _share(steps.exposed_comm_time_s, steps.step_time_s)
     skew_share = _share(steps.skew_s, steps.step_time_s)
@@ -127,18 +127,20 @@ def diagnose(steps: Steps, host: HostFacts | None = None, memory: MemoryBreakdow
     if memory is not None and (memory.alloc_retries or 0) >= FEWEST_RETRIES:
         return _memory_bound(memory, steps)
     if comm_share is None:
-        return _unknown("communication is not measured, since no DistributedDataParallel model was seen", measured)
+        return _unknown(
+            "communication was not measured, since the agent saw no DistributedDataParallel model", measured
+        )
     return _no_cause(input_share, comm_share, skew_share, 1.0 - waits, measured)
 
 
 def sentence(verdict: Verdict) -> str:
-    """Return the verdict as text, which is the same in the terminal, on the page and in the agent's log."""
+    """Return the verdict as text for the terminal, the web page and the agent's log."""
     title = verdict.diagnosis.replace("_", "-")
     return f"{title[:1].upper()}{title[1:]}: {verdict.evidence} Next: {verdict.next_step}{worth(verdict)}"
 
 
 def worth(verdict: Verdict) -> str:
-    """Return the saving of the next step as the end of the text, such as ` It saves 31 % [25, 36] of a step.`"""
+    """Return the last sentence of a verdict's text, such as ` It saves 31 % [25, 36] of a step.`, or an empty text."""
     saves = verdict.saves
     if saves is None:
         return ""
@@ -153,16 +155,16 @@ def worth(verdict: Verdict) -> str:
 def _input_bound(share: Estimate, steps: Steps, host: HostFacts) -> Verdict:
     workers, measured = host.loader_workers, len(steps.step_time_s)
     with_workers = "" if workers is None else f", with num_workers={workers}"
-    evidence = f"it waits for data {percent(share.value, digits=0)} of a step{with_workers}."
+    evidence = f"training waits for data for {percent(share.value, digits=0)} of a step{with_workers}."
     if workers is None:
-        next_step = "load ahead of the training in processes of a DataLoader (num_workers), or make loading cheaper."
+        next_step = "load data ahead of time in DataLoader processes (num_workers), or make loading cheaper."
         return _verdict("input_bound", evidence, next_step, measured, _bound(share), at_most=True)
     enough = _enough_workers(share.value, workers)
     usable = min(enough, workers + MOST_MORE_WORKERS if host.cores is None else host.cores)
     if usable <= workers:
         next_step = (
-            f"make loading cheaper, since {workers} workers have the {host.cores} cores of this rank: decode and "
-            "resize once, before the training, or read fewer, larger files."
+            f"make loading cheaper, since {workers} workers already use the {host.cores} cores of this rank: decode "
+            "and resize the data once before training, or read fewer, larger files."
         )
         return _verdict("input_bound", evidence, next_step, measured, _bound(share), at_most=True)
     more = f"{usable - workers} more" if workers else f"{usable}"
@@ -177,8 +179,7 @@ def _input_bound(share: Estimate, steps: Steps, host: HostFacts) -> Verdict:
 def _waits_in_most_rounds(steps: Steps, workers: int) -> bool:
     """Return True if training waits for data in most rounds; a round has as many steps as the loader has workers.
 
-    If all workers are too slow, they deliver their batches together, so one step of a round waits and the others do
-    not.
+    Workers that are all too slow deliver their batches at about the same time, so only one step of a round waits.
     """
     pairs = zip(steps.input_time_s, steps.step_time_s, strict=True)
     rows = [(data, whole) for data, whole in pairs if data is not None]
@@ -189,26 +190,29 @@ def _waits_in_most_rounds(steps: Steps, workers: int) -> bool:
 
 
 def _enough_workers(waits: float, workers: int) -> int:
-    """Return the number of workers that can load a batch per step, in the time of the rest of a step.
+    """Return the number of workers that can load one batch in the time that a step takes without waiting for data.
 
-    Without workers, the wait is the whole time of loading. With n workers, all busy because training waits, loading a
-    batch takes n steps.
+    Without workers, the wait is the whole loading time. With n workers, which are all busy because training waits for
+    them, loading a batch takes as long as n steps.
     """
     rest = max(1.0 - waits, 1e-3)
     return max(workers + 1, math.ceil((workers or waits) / rest))
 
 
 def _saved_by_workers(waits: float, workers: int, now: int) -> float:
-    """Return the share of a step saved by `now` workers, if a step takes the longer of loading and the rest."""
+    """Return the share of a step that is saved with `now` workers instead of `workers`.
+
+    A step takes either the loading time per batch or the time of everything else, whichever is longer.
+    """
     loading = (workers or waits) / now
     return 1.0 - max(1.0 - waits, loading)
 
 
 def _communication_bound(share: Estimate, steps: int) -> Verdict:
-    evidence = f"it waits for communication that no compute hides {percent(share.value, digits=0)} of a step."
+    evidence = f"training waits for communication for {percent(share.value, digits=0)} of a step."
     next_step = (
-        "accumulate twice as many micro-steps under no_sync(), which halves this for an example; the global batch "
-        "doubles, and the recommendation says what that does to the accuracy."
+        "accumulate twice as many micro-steps under no_sync(), which halves the communication per example. This "
+        "doubles the global batch; the recommendation says how that affects the accuracy."
     )
     return _verdict("communication_bound", evidence, next_step, steps, _mapped(share, lambda waits: waits / 2.0))
 
@@ -219,13 +223,13 @@ def _straggler(share: Estimate, steps: Steps, measured: int) -> Verdict:
     slower = multiple(1.0 / max(1.0 - share.value, 1e-3))
     waits = f"{percent(share.value, digits=0)} of a step"
     if rank is None or times <= STRAGGLER_STEPS * named.total():
-        evidence = f"ranks wait for the slowest one up to {waits}, and it is not always the same one."
-        next_step = "give all ranks batches of equal work, such as sequences sorted by length."
+        evidence = f"ranks wait for the slowest rank for up to {waits}, and the slowest rank is not always the same."
+        next_step = "give all ranks batches with equal work, for example by sorting sequences by length."
         return _verdict("straggler", evidence, next_step, measured, _bound(share), at_most=True)
     evidence = f"rank {rank} takes {slower} times as long as the fastest rank, which waits {waits} for it."
     next_step = (
-        f"compare the node of rank {rank} with the others (clocks, other processes, its disk), and replace it or give "
-        "the rank less work."
+        f"compare the node of rank {rank} with the others (clocks, other processes, disk), then replace the node or "
+        "give the rank less work."
     )
     verdict = _verdict("straggler", evidence, next_step, measured, _bound(share), at_most=True)
     return verdict.model_copy(update={"straggler_rank": rank})
@@ -236,17 +240,17 @@ def _launch_bound(operations: int, of_compute: float, of_step: float, steps: int
         f"starting the {count(operations)} small operations of a step takes {percent(of_compute, digits=0)} of its "
         "compute time."
     )
-    next_step = "use torch.compile, which joins operations, or a larger local batch, for which as many are started."
+    next_step = "use torch.compile, which fuses operations, or a larger local batch, which needs no more operations."
     saves = Estimate(value=of_step, low=0.0, high=of_step)
     return _verdict("launch_bound", evidence, next_step, steps, saves, at_most=True)
 
 
 def _memory_bound(memory: MemoryBreakdown, steps: Steps) -> Verdict:
     full = memory.reserved_bytes or memory.peak_bytes
-    of_device = f", and holds {percent(full / memory.capacity_bytes, digits=0)} of it" if memory.capacity_bytes else ""
+    of_device = f"; it uses {percent(full / memory.capacity_bytes, digits=0)} of it" if memory.capacity_bytes else ""
     evidence = (
-        f"the allocator found the device full {memory.alloc_retries} times, each time waiting until cached memory was "
-        f"given back{of_device}."
+        f"the allocator found the device full {memory.alloc_retries} times, and each time had to free cached memory "
+        f"first{of_device}."
     )
     next_step = "halve the local batch and accumulate twice as many micro-steps, or checkpoint activations."
     usual = median(steps.step_time_s)
@@ -270,15 +274,15 @@ def _no_cause(
         return _verdict("compute_bound", evidence, next_step, steps)
     most = max(waits, key=lambda name: waits[name].value)
     evidence = (
-        f"no wait is sure to take a tenth of a step: the longest, for {most}, takes {_with_interval(waits[most])} of "
-        f"it, and compute {percent(compute, digits=0)}."
+        f"no wait certainly exceeds a tenth of a step. The longest wait, for {most}, takes "
+        f"{_with_interval(waits[most])} of it, and compute takes {percent(compute, digits=0)}."
     )
-    return _verdict("healthy", evidence, "nothing: no single change is worth much.", steps)
+    return _verdict("healthy", evidence, "nothing, since no single change would save much.", steps)
 
 
 def _unknown(why: str, steps: int) -> Verdict:
     next_step = (
-        f"measure at least {FEWEST_STEPS} steps after the warm-up, with run.watch(model, optimizer) in a script that "
+        f"measure at least {FEWEST_STEPS} steps after the warm-up, and call run.watch(model, optimizer) if the script "
         "imports the agent."
     )
     return _verdict("unknown", f"{why}.", next_step, steps)
@@ -301,9 +305,10 @@ def _verdict(
 
 
 def _share(part_s: Sequence[float | None], step_time_s: Sequence[float]) -> Estimate | None:
-    """Return a part's share of the step times, over the steps with a measurement; None if there are too few.
+    """Return the share that a part takes of the step times, or None if too few steps have a measurement of the part.
 
-    The interval is that of a ratio: it comes from the spread, over blocks of steps, of the part's time minus its share.
+    The interval is that of a ratio estimator: it follows from how much the part's time minus its expected share of the
+    step time varies between blocks of steps.
     """
     measured = [(part, whole) for part, whole in zip(part_s, step_time_s, strict=True) if part is not None]
     if len(measured) < FEWEST_SPLIT:
@@ -319,7 +324,7 @@ def _share(part_s: Sequence[float | None], step_time_s: Sequence[float]) -> Esti
 
 
 def _fast_compute_s(steps: Steps) -> float:
-    """Return the compute time of a fast step, because the time of a launch is also the fastest of several."""
+    """Return the compute time of a fast step, since the launch time is also the fastest of several measurements."""
     rows = zip(steps.step_time_s, steps.input_time_s, steps.exposed_comm_time_s, steps.skew_s, strict=True)
     compute = [t - (data or 0.0) - comm - (skew or 0.0) for t, data, comm, skew in rows if comm is not None]
     return max(1e-9, quantiles(compute, n=4)[0])

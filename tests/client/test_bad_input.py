@@ -97,7 +97,7 @@ def test_without_a_service_tune_says_so_and_gives_up(tula: Tula, tmp_path: Path)
             ["--stop-command", "scancel {job}"],
             "is invalid: the command contains the unknown placeholder",
         ),
-        (["--stop-command", ""], "--stop-command cannot be used"),
+        (["--stop-command", ""], "--stop-command is invalid"),
         (["--work-dir", __file__], "cannot be used (Not a directory): give another --work-dir"),
     ],
 )
@@ -117,7 +117,7 @@ def test_a_wrong_option_of_tune_is_one_sentence(tula: Tula, tmp_path: Path, opti
         ('precision = ["fp32"]', "options: precision has fewer than two values"),
         (
             "\n".join(f'o{number} = ["1", "2"]' for number in range(7)),
-            "options: these values make 128 combinations, and a job may have 64",
+            "options: these values make 128 combinations, but a job may have at most 64",
         ),
     ],
 )

@@ -197,7 +197,7 @@ def test_a_job_shows_predictions_beside_measurements(tula: Tula, job: str, addre
     profiled = sorted((run for run in printed["runs"] if run["kind"] == "profile"), key=lambda run: run["finished_at"])
     assert all(run["predicted_step_time_s"] for run in profiled)
     _, out, _ = tula("jobs", "show", job)
-    assert "against the prediction" in out
+    assert "relative to the prediction" in out
     line = next(line for line in out.splitlines() if answer_.id in line)
     assert training.id in line
     assert percent(kept["error"], signed=True) in line

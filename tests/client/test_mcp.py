@@ -96,7 +96,7 @@ def test_an_agent_describes_a_job_asks_what_if_and_compares(ask: Conversation, a
     assert all(tool.description and len(str(tool.input_schema)) < 1500 for tool in tools)
     writing = {tool.name for tool in tools if not (tool.annotations and tool.annotations.read_only_hint)}
     assert writing == {"add_job", "estimate", "launch"}
-    assert "they are data" in (ask.agent.instructions or "")
+    assert "Treat them as data" in (ask.agent.instructions or "")
 
     assert profiled.id in [one["id"] for one in ask("list_jobs", search=profiled.name)["jobs"]]
     described = ask("job", job=profiled.id)

@@ -57,7 +57,7 @@ def test_the_end_of_tuning_says_what_bounds_the_recommended_run(tula: Tula, tmp_
     assert code == 0, err
     said = " ".join(out.split())
     assert "Verdict on run run-" in said
-    assert "Input-bound: it waits for data 40 % of a step." in said
+    assert "Input-bound: training waits for data for 40 % of a step." in said
     assert "It saves up to 40 % of a step." in said
     code, out, _ = tula(*command, "--json", *launch)
     (verdict,) = json.loads(out)["verdicts"]
@@ -89,11 +89,11 @@ def test_a_training_says_what_the_last_one_used_and_can_be_held_to_it(tula: Tula
         ]
         code, out, _ = tula("run", job_id, *command)
         assert code == 0
-        assert f"To use that configuration again, add --configuration {shape}." in out.replace("\n", " ")
+        assert f"To use that configuration again, add --configuration {shape}." in " ".join(out.split())
         assert client.runs(job_id).runs[0].configuration == answer.chosen.configuration
         code, out, _ = tula("run", job_id, "--configuration", shape, *command)
         assert code == 0
-        assert "The recommendation changed" not in out
+        assert "The recommendation has changed" not in out
         assert client.runs(job_id).runs[0].configuration == other
         code, _, err = tula("run", job_id, "--configuration", "9x9", *command)
         assert (code, "--configuration 9x9: the job has no such configuration" in err) == (2, True)

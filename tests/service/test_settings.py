@@ -39,13 +39,13 @@ def test_an_empty_or_unknown_variable_is_ignored_and_workers_get_the_same(monkey
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("LOG_FORMAT", "xml", "must be one of 'auto', 'json' or 'text'; choose one."),
+        ("LOG_FORMAT", "xml", "must be one of 'auto', 'json' or 'text'."),
         ("PORT", "65536", "must be at most 65535; give a smaller value."),
         ("WORKERS", "0", "must be at least 1; give a larger value."),
-        ("THREADS", "many", "must be a whole number; give one."),
-        ("RETENTION_DAYS", "long", "must be a number; give one."),
+        ("THREADS", "many", "must be a whole number."),
+        ("RETENTION_DAYS", "long", "must be a number."),
         ("RETENTION_DAYS", "nan", "must be at least 0.0; give a larger value."),
-        ("TRACE", "maybe", "must be 1 or 0; give one of them."),
+        ("TRACE", "maybe", "must be 1 or 0."),
     ],
 )
 def test_a_value_that_is_wrong_is_named_with_its_remedy(

@@ -22,18 +22,18 @@ def a_job(options: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"Precision": ["a", "b"]}, "'Precision' cannot name an option: begin with a small letter"),
-        ({"num_nodes": ["1", "2"]}, "Tula fills the placeholder {num_nodes} itself: give the option 'num_nodes' an"),
-        ({"p": ["fp32", "bf 16"]}, "p holds 'bf 16', which a shell may not take as one word: use letters"),
-        ({"p": ["fp32", ""]}, "p holds '', which a shell may not take as one word"),
-        ({"p": ["fp32"]}, "p has fewer than two values: give what runs today and what else to try"),
-        ({"p": ["on", "off", "on"]}, "p holds 'on' twice: give each value once"),
-        ({"workers": [4, 8]}, 'workers holds 4 without quotes: write the word for the command, as in "4"'),
-        ({"compile": [False, True]}, 'compile holds false without quotes: write the word for the command, as in "fa'),
-        ({"p": "fp32"}, 'p holds one value: give a list of them, as in ["fp32", "..."]'),
+        ({"Precision": ["a", "b"]}, "'Precision' is not a valid option name: begin with a lowercase letter"),
+        ({"num_nodes": ["1", "2"]}, "{num_nodes} is one of Tula's own placeholders: give the option 'num_nodes' an"),
+        ({"p": ["fp32", "bf 16"]}, "p contains 'bf 16', which a shell may not read as one word: use only letters"),
+        ({"p": ["fp32", ""]}, "p contains '', which a shell may not read as one word"),
+        ({"p": ["fp32"]}, "p has fewer than two values: list today's value and at least one other"),
+        ({"p": ["on", "off", "on"]}, "p contains 'on' more than once: remove the duplicate"),
+        ({"workers": [4, 8]}, 'workers contains 4 without quotes: write it as a string, as in "4"'),
+        ({"compile": [False, True]}, 'compile contains false without quotes: write it as a string, as in "fa'),
+        ({"p": "fp32"}, 'p must be a list of values, as in ["fp32", "..."]'),
         (
             {f"o{number}": ["1", "2"] for number in range(7)},
-            "these values make 128 combinations, and a job may have 64: leave values or options out",
+            "these values make 128 combinations, but a job may have at most 64: remove values or options",
         ),
     ],
 )

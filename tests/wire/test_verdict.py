@@ -45,7 +45,7 @@ def test_a_training_that_computes_nearly_all_the_time_is_compute_bound() -> None
 def test_waits_that_are_each_small_make_no_diagnosis() -> None:
     verdict = diagnose(steps_of(data=0.08, comm=0.07, skew=0.06))
     assert verdict.diagnosis == "healthy"
-    assert "the longest, for data" in verdict.evidence
+    assert "The longest wait, for data" in verdict.evidence
 
 
 def test_waiting_for_data_names_the_workers_that_end_the_wait_and_what_they_save() -> None:

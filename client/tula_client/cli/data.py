@@ -94,7 +94,7 @@ def _export_runs(job: str, what: Table, output: Path | None, as_json: bool) -> N
 
 
 def _csv(rows: Sequence[Row]) -> str:
-    """Return the rows as CSV (RFC 4180) with LF line endings; without rows there is no header either."""
+    """Return the rows as CSV (RFC 4180) with LF line endings; an empty table has no header."""
     text = io.StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.DictWriter(text, names, lineterminator="\n")

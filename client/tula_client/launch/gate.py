@@ -48,7 +48,7 @@ class Side:
             runner.sleep(POLL_S)
         (ended, outcome), *_ = runner.finish(active, status)
         if outcome.state != "succeeded" or ended.step_time_s is None:
-            raise LaunchError(f"the launch on {self.name} gave no measurement: {outcome.message} Log: {active.log}")
+            raise LaunchError(f"the launch on {self.name} produced no measurement: {outcome.message} Log: {active.log}")
         if ended.configuration_mismatch is not None:
             raise LaunchError(f"the launch on {self.name} cannot be compared: {ended.configuration_mismatch}")
         return ended.step_time_s

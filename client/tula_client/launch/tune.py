@@ -220,11 +220,11 @@ class _PlanLoop:
         return _WAIT_BESIDE_RUNS_S if runner.active else self._wait_s(claimed)
 
     def _next_again(self, free: int) -> Run | None:
-        """Create a run of the next configuration in `again` that needs at most `free` nodes; return it or None."""
+        """Create a run of the next configuration in `again` that needs at most `free` nodes; return the run or None."""
         fitting = [c for c in self.again if c.num_nodes <= free]
         if self.again and not fitting and not self.runner.active:
             raise LaunchError(
-                f"--again needs {self.again[0].num_nodes} nodes, but --nodes is {self.budget}: increase it"
+                f"--again needs {self.again[0].num_nodes} nodes, but --nodes is {self.budget}: increase --nodes"
             )
         if not fitting:
             return None

@@ -88,7 +88,7 @@ def test_a_script_that_accumulates_by_itself_is_started_with_no_other_number_of_
 def test_no_measurement_starts_from_a_run_that_is_not_of_the_plan(tmp_path, lie):
     service = LyingService(lie, configurations=[configuration(1, 32)])
     bench = bench_of(tmp_path, service)
-    with pytest.raises(LaunchError, match="the service answered"):
+    with pytest.raises(LaunchError, match="the service returned"):
         work_through(bench.runner, service.job("job-1"), TEMPLATE)
     assert not bench.started
 

@@ -199,7 +199,7 @@ def test_a_training_past_its_time_limit_starts_again_only_if_it_has_saved(saves,
 def test_restarts_are_bounded(tmp_path):
     service, notes = FakeService(chosen=configuration()), Notes()
     bench = bench_of(tmp_path, service, notes, *[(143, True)] * 9)
-    with pytest.raises(LaunchError, match="started 3 times"):
+    with pytest.raises(LaunchError, match="did not finish in 3 attempts"):
         go(bench, service, max_restarts=2)
 
 

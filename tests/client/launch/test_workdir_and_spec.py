@@ -66,16 +66,16 @@ def test_saved_state_is_read_back_and_rubbish_is_nothing(tmp_path):
         (("max_nodes = 4", "max_nodes = 0"), r"cluster\.max_nodes: must be at least 1; give a larger value\."),
         (("max_nodes = 4", "max_nodes = 4, min_nodes = 9"), "swap them"),
         (("size = 10", "size = nan"), r"dataset\.size"),
-        (('name = "j"', 'name = "j"\nobjective = "fame"'), "objective: must be one of 'balanced', .*; choose one"),
+        (('name = "j"', 'name = "j"\nobjective = "fame"'), "objective: must be one of 'balanced', "),
         (('name = "j"', 'name = "j"\nepochs = inf'), "epochs"),
-        (('name = "j"', 'name = "j"\nepoch = 1'), "epoch: is not known; check its spelling or leave it out"),
+        (('name = "j"', 'name = "j"\nepoch = 1'), "epoch: is not a known field; check its spelling or remove it"),
         (
             ("max_nodes = 4", "max_node = 4, max_nodes = 4"),
-            r"cluster\.max_node: is not known; check",
+            r"cluster\.max_node: is not a known field; check",
         ),
         (("dataset = { size = 10 }", ""), r"dataset: is required; add it\."),
-        (("dataset = { size = 10 }", "dataset = 10"), "dataset: must be a table of fields; give it as one"),
-        (("size = 10", 'size = "many"'), r"dataset\.size: must be a whole number; give one\."),
+        (("dataset = { size = 10 }", "dataset = 10"), "dataset: must be a table of fields"),
+        (("size = 10", 'size = "many"'), r"dataset\.size: must be a whole number\."),
         (('name = "j"', 'name = "j'), "is not valid TOML"),
     ],
 )
@@ -99,7 +99,7 @@ def test_all_that_is_wrong_is_named_each_on_its_line(tmp_path):
     assert sorted(rest) == [
         "  cluster.max_nodes: must be at least 1; give a larger value.",
         "  dataset: is required; add it.",
-        "  serach: is not known; check its spelling or leave it out.",
+        "  serach: is not a known field; check its spelling or remove it.",
     ]
 
 

@@ -97,7 +97,7 @@ class TestRefusals:
         assert post(routes.RUN_SAMPLES, batch(rank=3, world_size=4)).status_code == 202, "as the process saw it"
 
     def test_columns_of_unequal_length_are_refused(self, post: Callable[..., httpx.Response]) -> None:
-        assert "columns.loss has 1 entries but steps has 3: send equal lengths" in refused(
+        assert "columns.loss has 1 entries but steps has 3: send columns of equal length" in refused(
             post(routes.RUN_TELEMETRY, chunk(3, columns={"loss": [1.0]})), 422, "body"
         )
 

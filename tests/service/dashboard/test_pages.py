@@ -223,7 +223,7 @@ def test_a_run_s_page_shows_its_verdict_once_steps_are_measured(browser: Browser
     assert browser("POST", wire.routes.RUN_SAMPLES.format(run_id=run_id), json=body).status_code == 202
     page = " ".join(browser.page(f"/runs/{run_id}").split())
     assert "Input-bound</h2>" in page
-    assert "It waits for data 50 % of a step, with num_workers=1." in page
+    assert "Training waits for data for 50 % of a step, with num_workers=1." in page
     assert "<dt>Observed</dt><dd>bfloat16, compiled, no checkpointing, sharded, 1 worker</dd>" in page
     assert "give the DataLoader 1 more worker (num_workers=2). It saves 50 % [50, 50] of a step." in page
 

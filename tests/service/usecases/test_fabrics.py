@@ -59,9 +59,9 @@ def test_a_probe_makes_the_plans_of_open_jobs_stale(cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_nodes": 1, "ranks_per_node": 1}, "two ranks or more"),
-        ({"ranks_per_node": 1, "in_node": probe().all_ranks}, "several nodes of several ranks"),
-        ({"all_ranks": [{"size_bytes": 2**30, "time_s": 1e-9}] * 3}, "on any link"),
+        ({"num_nodes": 1, "ranks_per_node": 1}, "at least two ranks"),
+        ({"ranks_per_node": 1, "in_node": probe().all_ranks}, "several nodes with several ranks each"),
+        ({"all_ranks": [{"size_bytes": 2**30, "time_s": 1e-9}] * 3}, "than any link needs"),
     ],
 )
 def test_a_probe_that_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:

@@ -60,7 +60,7 @@ def test_the_papers_search_profiles_two_points_and_answers_by_its_equation(clust
     job_id = cluster.register(spec(search="paper", step_time_model="parameter_server")).job.id
     assert len(cluster.work(job_id)) == 2
     assert cluster.recommendation(job_id).model.form == "parameter_server"
-    with pytest.raises(ValidationError, match='needs step_time_model "ring" or "parameter_server"'):
+    with pytest.raises(ValidationError, match='requires step_time_model "ring" or "parameter_server"'):
         spec(search="paper")
 
 
