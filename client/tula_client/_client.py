@@ -58,7 +58,7 @@ _MESSAGE_LENGTH: Final = 500
 
 
 def _options(service: settings.Access, timeout_s: float | None) -> dict[str, Any]:
-    """Return the arguments of `httpx.Client` and `httpx.AsyncClient`."""
+    """Return keyword arguments for the constructors of `httpx.Client` and `httpx.AsyncClient`."""
     agent = {"User-Agent": f"tula/{settings.package_version()}"}
     return {
         "base_url": service.url,
@@ -70,7 +70,7 @@ def _options(service: settings.Access, timeout_s: float | None) -> dict[str, Any
 
 
 def _arguments(request: Request) -> dict[str, Any]:
-    """Return the arguments of `httpx.Client.stream` and `httpx.AsyncClient.stream`."""
+    """Return the keyword arguments with which the `stream` method of an httpx client sends `request`."""
     return {
         "method": request.method,
         "url": request.path,

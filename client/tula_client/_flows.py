@@ -256,7 +256,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def needs_extra(what: str, extra: str = "notebook") -> Iterator[None]:
-    """Raise `MissingExtraError` if an import in the `with` block fails, naming the extra that has the packages."""
+    """Raise `MissingExtraError` if an import in the `with` block fails, naming the extra that contains the packages."""
     try:
         yield
     except ImportError:

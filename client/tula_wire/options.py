@@ -75,7 +75,7 @@ ChosenOptions: TypeAlias = Annotated[
 
 
 def _texts_only(value: Any) -> Any:
-    """Return the options if all values are strings. Raises ValueError for TOML's other types, with the remedy."""
+    """Return the options if all values are strings. Raises ValueError, with the remedy, for any other type."""
     for name, values in value.items() if isinstance(value, Mapping) else ():
         if isinstance(values, str):
             raise ValueError(f'{name} must be a list of values, as in ["{values}", "..."]')

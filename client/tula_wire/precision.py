@@ -1,4 +1,4 @@
-"""Computes how precisely a profiling run knows its step time, and when agent and service should end the run."""
+"""Computes how precise the step time of a profiling run is, and when agent and service should end the run."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def is_long_enough(
 
 
 def spread(step_times_s: Sequence[float]) -> float:
-    """Return the relative standard deviation that independent steps would need for their mean to be as uncertain.
+    """Return the relative standard deviation of independent steps whose mean would be as uncertain as this mean.
 
     Successive steps may be correlated, and slow steps may occur at regular intervals, so the result is computed from
     the means of groups of successive steps (batch means). It is 0 if there are fewer than eight steps.

@@ -125,7 +125,7 @@ def test_ranks_that_take_turns_at_being_slow_are_no_one_s_fault() -> None:
     steps = replace(steps_of(skew=0.29), straggler_rank=[0, 1, 2, 3] * 10)
     verdict = diagnose(steps)
     assert (verdict.diagnosis, verdict.straggler_rank) == ("straggler", None)
-    assert "not always the same one" in verdict.evidence
+    assert "slowest rank is not always the same" in verdict.evidence
 
 
 def test_small_operations_that_take_the_compute_time_to_start_are_launch_bound() -> None:

@@ -85,9 +85,7 @@ SETTINGS = ("delta", "small_batch_size", "static_scale", "s_min", "s_max")
 def add(
     spec: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The job's specification.")], as_json: Json = False
 ) -> None:
-    """Register a job without running it, and print its recommendation; repeating this with the same file finds the job
-    again.
-    """
+    """Register a job without running it, and print its recommendation; the same file always refers to the same job."""
     described = load_spec(spec)
     with Client() as client:
         registered = register(client, described)
@@ -207,7 +205,7 @@ def delete(
 
 
 def watch(job: JobName, as_json: Json = False) -> None:
-    """Print each event of a job on one line, from the first event on, until Ctrl-C; --json prints complete events."""
+    """Print every event of a job, past and future, on one line each, until Ctrl-C; --json prints complete events."""
     with Client() as client:
         for event in client.events(client.handle(job).id, last_id=0):
             print(escaped(event.model_dump_json()) if as_json else printable(event_line(event)), flush=True)

@@ -175,7 +175,7 @@ def may_ask(tuned: Tuned, *, then_run: bool) -> bool:
 
 
 def _with_waiting(client: Client, tuned: Tuned) -> Tuned:
-    """Show the configurations to choose from and ask the user for the cost of waiting; return `tuned` updated with it.
+    """Show the configurations to choose from, ask the user for the cost of waiting, and return `tuned` with that cost.
 
     If the user presses Enter, the result is unchanged.
     """

@@ -95,11 +95,11 @@ class WorkDir:
         return self.path / "spool" / run_id
 
     def checkpoints(self, training: int = 1) -> Path:
-        """Return the checkpoint folder of a training, given its number; only restarts of the same training share it."""
+        """Return the checkpoint folder for a training run, given its number; only restarts of that run share it."""
         return self.path / ("checkpoints" if training == 1 else f"checkpoints-{training}")
 
     def next_training(self) -> int:
-        """Return the lowest training number that has no checkpoints yet."""
+        """Return the lowest number of a training run that has no checkpoints yet."""
         return next(n for n in count(1) if not may_hold_files(self.checkpoints(n)))
 
     def scratch(self, run_id: str) -> Path:
