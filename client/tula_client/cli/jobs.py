@@ -367,7 +367,7 @@ def recommend(
 
 def predict(
     job: JobName,
-    nodes: Annotated[list[int], typer.Option(min=1, help="Number of nodes; repeat for several.")] = [],  # noqa: B006 - typer copies
+    nodes: Annotated[list[int], typer.Option(min=1, help="Number of nodes; repeat for several.")] = [],  # noqa: B006
     batch: Annotated[list[int], typer.Option(min=1, help="Global batch size; repeat for several.")] = [],  # noqa: B006
     instance_type: Annotated[
         list[str], typer.Option("--type", help="Instance type of the job; repeat for several.")

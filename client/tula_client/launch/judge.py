@@ -172,7 +172,7 @@ class _LastException:
             self._in_traceback = True
         elif line.startswith(_CAUSE):
             self._from_above = True
-        elif self._in_traceback and line.strip() and line[0] not in " \t|│╭╰":  # not a stack frame, nor one of rich
+        elif self._in_traceback and line.strip() and line[0] not in " \t|│╭╰":  # not a frame, nor one of rich
             self._in_traceback = False
             if not _CONSEQUENCE.search(line):
                 self.of_memory = bool(_MEMORY_EXCEPTION.search(line)) or (self._from_above and self.of_memory)
