@@ -1,4 +1,4 @@
-"""Sends the requests of `docs/wire.md` to a real service, in order; as a command, writes the answers into it."""
+"""Send the requests of `docs/wire.md` to a real service, in order; the command also updates the page's responses."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _WIDTH = 112
 
 @dataclass(frozen=True)
 class Exchange:
-    """One request of the document with the service's answer; `documented` is the answer in the document."""
+    """One request of the document with the service's response; `documented` is the response in the document."""
 
     request: str
     kind: str | None
@@ -55,7 +55,7 @@ class Exchange:
 
 
 def exchanges(text: str) -> Iterator[Exchange]:
-    """Send every request of the document to a new service, ids filled in from the answers before."""
+    """Send every request of the document to a new service, with the ids from earlier responses filled in."""
     with tempfile.TemporaryDirectory() as folder:
         database = str(Path(folder) / "tula.db")
         migrate(database)
@@ -69,7 +69,7 @@ def exchanges(text: str) -> Iterator[Exchange]:
 
 
 def shortened(value: Any, key: str = "") -> Any:
-    """The answer as the document prints it: the first entry of each list, and abbreviations of repeated objects."""
+    """Return a response as the document prints it: the first entry of each list, with repeated objects abbreviated."""
     if key in _LEFT_OUT and isinstance(value, (dict, list)):
         return _LEFT_OUT[key]
     if isinstance(value, dict):
@@ -82,7 +82,7 @@ def shortened(value: Any, key: str = "") -> Any:
 
 
 def shape(value: Any) -> Any:
-    """The part of an answer that the document must match: the names of its fields, at every depth."""
+    """Return the part of a response that the document must match: the names of all fields, at every depth."""
     if isinstance(value, dict):
         return {name: shape(inner) for name, inner in value.items()}
     return [shape(value[0])] if isinstance(value, list) and value and isinstance(value[0], dict) else None
@@ -123,7 +123,7 @@ def _learn(answer: Any, method: str, target: str, names: dict[str, str]) -> None
 
 
 def _printed(value: Any, indent: int = 0) -> str:
-    """JSON with every object and list on one line that fits."""
+    """Return JSON in which every object and list that fits is on one line."""
     flat = json.dumps(value, ensure_ascii=False)
     if len(flat) + indent <= _WIDTH or not isinstance(value, (dict, list)) or not value:
         return flat
@@ -136,7 +136,7 @@ def _printed(value: Any, indent: int = 0) -> str:
 
 
 def main() -> None:
-    """Write the answers of a real service into the document."""
+    """Write the responses of a real service into the document."""
     text = DOCUMENT.read_text(encoding="utf-8")
     pieces, end = [], 0
     for exchange in exchanges(text):
