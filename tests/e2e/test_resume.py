@@ -38,4 +38,4 @@ def test_the_remaining_steps_are_counted_from_the_checkpoint(server: Server, tmp
     assert advice.data["kind"] == "deadline"
     assert 50 <= advice.data["step"] < 100
     assert advice.data["steps_left"] == pytest.approx(100 - (advice.data["step"] + 1))
-    assert "of earlier starts included" in advice.data["sentence"]
+    assert "of earlier starts" in advice.data["sentence"]

@@ -1,7 +1,7 @@
-"""The alarm for a training run whose speed changes, and the projection against its deadline and budget. Pure.
+"""Detects changes of a training run's speed, and projects its time and cost against its deadline and budget.
 
-A `Monitor` holds the state of a training run between two batches of samples. `usecases/monitoring.py` stores it with
-the run and announces what the functions in this module detect.
+All functions are pure. A `Monitor` has the state of a training run between two batches of samples;
+`usecases/monitoring.py` stores it with the run and announces what it detects.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tula_wire.bounds import MAX_DURATION_S
 from tula_wire.format import duration, money
 
 CHECK_EVERY_STEPS = 50
-"""Steps between two projections against deadline and budget."""
+"""The number of steps between two projections against deadline and budget."""
 
 _FROM_START_STEPS = 50
 _THRESHOLD = 30.0
@@ -32,20 +32,18 @@ _LARGEST_SCORE = 2.0
 _LEAST_HALF_WIDTH = 0.05
 _LEAST_CHANGE = 0.1  # of the expected step time
 _BLOCK = 50
-"""Number of steps whose mean is compared with the interval; if the interval is wide, a speed just outside adds
-little to the sums.
-"""
+"""The number of steps whose mean is compared with the interval, since the sums grow slowly for a speed just outside."""
 _BYTES_PER_GB = 1e9
-_ADVICE = "`tula predict JOB`, or the what-if on the job's page, says how other configurations compare."
+_ADVICE = "To compare other configurations, run `tula predict JOB` or use the what-if on the job's page."
 
 
 @dataclass(frozen=True)
 class DriftState:
-    """The state of a drift detector: the expected range of log step time, two sums, and the alarm once it was raised.
+    """The state of a drift detector, which `watch_drift` updates with new steps.
 
-    `watch_drift` updates the state with new steps. `alarm` is "slower", "faster" or None; `alarm_after_steps` counts
-    the steps seen when it was raised. The `block_*` fields count the steps of the current block, and sum their scores
-    and squared scores.
+    `centre` and `half_width` are the expected range of log step time; `slower` and `faster` are the two sums of Page's
+    test. `alarm` is "slower", "faster" or None; `alarm_after_steps` is the number of steps after which it was raised.
+    The `block_*` fields have the number of steps in the current block, and the sums of their scores and squared scores.
     """
 
     centre: float
@@ -61,15 +59,16 @@ class DriftState:
 
     @classmethod
     def expecting(cls, low_s: float, high_s: float) -> DriftState:
-        """Return a detector for a predicted interval of step time, widened to 5 % either way if it is narrower."""
+        """Return a detector for a predicted interval of step time, which is widened to at least 5 % on both sides."""
         centre = 0.5 * (math.log(low_s) + math.log(high_s))
         return cls(centre, max(0.5 * (math.log(high_s) - math.log(low_s)), _LEAST_HALF_WIDTH))
 
     def confirmed_by(self, recent_s: FloatArray) -> bool:
-        """Return True if the newest steps confirm the alarm: their mean is off centre by 10 % and by twice its error.
+        """Return True if the newest steps confirm the alarm.
 
-        The sums react to single steps. This check ensures that a few consecutive steps of one speed do not count as a
-        change if fast and slow steps alternate.
+        They confirm it if their mean, less twice its standard error, differs from the centre by at least 10 % in the
+        direction of the alarm. Without this check, a few consecutive slow steps would be taken for a change of speed
+        even if fast and slow steps alternate.
         """
         if self.alarm is None or recent_s.size < 2:
             return False
@@ -79,21 +78,21 @@ class DriftState:
         return (change > 0.0) is (self.alarm == "slower") and abs(change) - doubt >= _LEAST_CHANGE * expected
 
     def rearmed(self) -> DriftState:
-        """Return this detector without its alarm; the sums are reset if they raised it, and kept if a block did."""
+        """Return this detector without its alarm; its sums are reset if they raised the alarm, and otherwise kept."""
         if max(self.slower, self.faster) >= _THRESHOLD:
             return DriftState(self.centre, self.half_width, steps=self.steps)
         return replace(self, alarm=None, alarm_after_steps=None)
 
 
 def watch_drift(state: DriftState, step_times_s: Sequence[float] | FloatArray) -> DriftState:
-    """Return the state after these steps, in order; the sums continue, and an alarm is kept.
+    """Return the state after these consecutive steps; the sums continue, and an alarm is kept.
 
-    This is Page's test on the distance of log step time from the interval's centre in half-widths: a step at the end of
-    the interval adds nothing, a single step adds at most 2, and the sum must reach 30. So single stragglers (one in
-    ten, however slow) never accumulate, a speed inside the interval never alarms, and a speed far outside alarms after
-    15 steps. A speed just outside alarms after 50 to 99 steps: the mean distance of each 50 steps raises the alarm if
-    it lies beyond the interval by twice its standard error. An alarm counts once the newest steps confirm it
-    (`DriftState.confirmed_by`).
+    This is Page's test on scores, which are the distance of log step time from the centre of the interval in
+    half-widths. The excess of each score over 1, but at most 2, is added to a sum, and a sum of 30 raises the alarm.
+    One straggling step in ten, however slow, therefore never accumulates; a speed inside the interval never raises the
+    alarm, and a speed far outside raises it after 15 steps. For a speed just outside, the mean score of every 50 steps
+    raises the alarm if it exceeds 1 by more than twice its standard error, which takes 50 to 99 steps. An alarm is
+    announced only after the newest steps confirm it (`DriftState.confirmed_by`).
     """
     times = column("step_times_s", step_times_s, above=0.0)
     slower, faster, alarm, after = state.slower, state.faster, state.alarm, state.alarm_after_steps
@@ -114,17 +113,17 @@ def watch_drift(state: DriftState, step_times_s: Sequence[float] | FloatArray) -
 
 
 def _is_off(total: float, squares: float) -> bool:
-    """Return True if the mean of a block's scores is above 1, the end of the interval, by twice its standard error."""
+    """Return True if the mean score of a block is outside the interval by more than twice its standard error."""
     mean = total / _BLOCK
     return abs(mean) - 2.0 * math.sqrt(max(0.0, squares - total * mean)) / _BLOCK > 1.0
 
 
 @dataclass(frozen=True)
 class DriftAlarm:
-    """A lasting change of speed; `sentence` is None once training runs as predicted again.
+    """A lasting change of speed; `sentence` is None if training runs as predicted again.
 
-    `event` is the content of its `drift` event. `from_start` is True if the training run has had this speed from the
-    start, so that its samples describe a single speed.
+    `event` is the content of the `drift` event. `from_start` is True if the training run has had this speed since its
+    start, in which case all its samples describe the same speed.
     """
 
     sentence: str | None
@@ -134,13 +133,13 @@ class DriftAlarm:
 
 @dataclass(frozen=True)
 class Monitor:
-    """The state of monitoring one run. Without a prediction there is no detector, and only limits are checked.
+    """The state of monitoring one run; if the run has no prediction, it has no detector, and only limits are checked.
 
     `low_s` and `high_s` are the ends of the predicted step time, and `checked_at` is the step of the last projection.
-    `announced` names the limits whose violation was announced. `changed` is True if the detector has fired before.
-    `elapsed_s` is the run's own time; `spent_s` and `spent_usd` are the time and cost of the runs that it continues.
-    `step` is the newest step, None before the first one, and `epochs_before` is the number of epochs that earlier
-    processes trained, None if unknown.
+    `announced` names the limits whose violation has been announced. `changed` is True if an alarm has been confirmed
+    before. `elapsed_s` is the time of this run; `spent_s` and `spent_usd` are the time and cost of the earlier runs
+    that it continues. `step` is the newest step, or None before the first step. `epochs_before` is the number of epochs
+    that earlier processes trained, or None if unknown.
     """
 
     detector: DriftState | None = None
@@ -158,7 +157,7 @@ class Monitor:
 
     @classmethod
     def start(cls, expected: Estimate | None, *, spent_s: float, spent_usd: float) -> Monitor:
-        """Return the state of a run that is about to start."""
+        """Return the initial state of a run; `expected` is its prediction, if it has one."""
         monitor = cls(spent_s=spent_s, spent_usd=spent_usd)
         if expected is None:
             return monitor
@@ -169,11 +168,11 @@ class Monitor:
 
     @classmethod
     def read(cls, state: dict[str, Any]) -> Monitor:
-        """Return the state in JSON from `to_json`, ignoring names that only a replica of another version knows."""
+        """Return the state from the JSON of `to_json`, ignoring fields of other versions of the service."""
         return _MONITOR.validate_python(state)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state as JSON, as the run stores it."""
+        """Return the state as JSON, in the form that is stored with the run."""
         return asdict(self)
 
     def observe(self, step_times_s: FloatArray, *, elapsed_s: float | None, warmup: bool) -> Monitor:
@@ -190,18 +189,19 @@ class Monitor:
     def examples_left(self, spec: wire.JobSpec, c: Configuration) -> float | None:
         """Return the number of examples still to be read.
 
-        Returns None before the first step, or if the first epoch is unknown."""
+        The result is None before the first step, or if it is unknown how many epochs earlier processes trained.
+        """
         if self.step is None or (self.epochs_before is None and self.spent_s > 0.0):
             return None
         return examples_left(spec, c, self.step, self.epochs_before)
 
     def expecting(self, level_s: float) -> Monitor:
-        """Return the state after a confirmed alarm, in which a change from the new step time raises an alarm."""
+        """Return the state after a confirmed alarm, with a detector that expects the new step time `level_s`."""
         width = max(self.high_s / self.low_s, 1.0) ** 0.5
         return replace(self, detector=DriftState.expecting(level_s / width, level_s * width), changed=True)
 
     def alarm(self, step: int, level_s: float) -> DriftAlarm:
-        """Return the announcement of a confirmed alarm, after which a step takes `level_s` seconds."""
+        """Return the announcement of a confirmed alarm; a step now takes `level_s` seconds."""
         assert self.detector is not None
         kind, after_steps = self.detector.alarm or "slower", self.detector.alarm_after_steps or 0
         from_start = not self.changed and after_steps <= _FROM_START_STEPS
@@ -210,10 +210,10 @@ class Monitor:
             kind = "recovered"
         else:
             now = "slower" if level_s > self.high_s else "faster"
-            sentence = f"{'Since its start training is' if from_start else 'Training has become'} {now} than predicted"
+            sentence = f"{'Training has always been' if from_start else 'Training has become'} {now} than predicted"
             if now != kind:
                 sentence = f"Training has become {kind}, but is still {now} than predicted"
-            sentence += f": {duration(level_s)} a step instead of {duration(self.low_s)} to {duration(self.high_s)}"
+            sentence += f": {duration(level_s)} per step instead of {duration(self.low_s)} to {duration(self.high_s)}"
         event = {
             "alarm": kind,
             "step": step,
@@ -231,7 +231,7 @@ class Monitor:
         return self.detector is not None and self.detector.alarm is not None
 
     def limits_due(self, step: int) -> bool:
-        """Return True if limits must be projected at this step; step numbers restart with the run's processes."""
+        """Return True if time and cost must be projected at this step; step numbers restart with each process."""
         return step < self.checked_at or step >= self.checked_at + CHECK_EVERY_STEPS
 
 
@@ -239,18 +239,19 @@ _MONITOR = TypeAdapter(Monitor)
 
 
 def examples_left(spec: wire.JobSpec, c: Configuration, step: int, epochs_before: float | None) -> float:
-    """Return the number of examples still to be read after `step`, which each process counts from zero; at first E * D.
+    """Return the number of examples still to be read after `step`, of E * D in total.
 
-    Earlier progress is reported in epochs, which do not depend on the batch size; None counts as none.
+    Each process counts its steps from zero. The progress of earlier processes is given in epochs, which do not depend
+    on the batch size; None is treated as zero.
     """
     epochs_done = (epochs_before or 0.0) + (step + 1) * c.global_batch_size / spec.dataset.size
     return max(0.0, spec.epochs - epochs_done) * spec.dataset.size
 
 
 def usd_per_s(spec: wire.JobSpec, c: Configuration, peak_bytes: float | None) -> float | None:
-    """Return the price per second of this configuration and its memory, or None if a price or the memory is unknown.
+    """Return the price per second of this configuration, or None if a price or the required memory is unknown.
 
-    This is the on-demand price if it is known, else the spot price. `peak_bytes` is the memory of one rank.
+    The result is the on-demand price or, if there is none, the spot price. `peak_bytes` is the memory of one rank.
     """
     if not job_data.has_prices(spec):
         return None
@@ -261,9 +262,9 @@ def usd_per_s(spec: wire.JobSpec, c: Configuration, peak_bytes: float | None) ->
 
 
 def time_limit_s(spec: wire.JobSpec, c: Configuration, monitor: Monitor) -> float | None:
-    """Return the seconds that deadline and budget leave for a training run about to start; None if it need not stop.
+    """Return the seconds that deadline and budget leave for a new training run, or None if it does not have to stop.
 
-    Zero or less means that the deadline or the budget is used up. A budget does not limit the run if the price per
+    A result of zero or less means that the deadline or the budget is exhausted. The budget is ignored if the price per
     second is unknown.
     """
     if spec.limits.on_breach != "stop":
@@ -278,11 +279,11 @@ def time_limit_s(spec: wire.JobSpec, c: Configuration, monitor: Monitor) -> floa
 def broken_limits(
     spec: wire.JobSpec, c: Configuration, monitor: Monitor, step: int, left: float, step_time_s: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield an `advice` event for each limit that will be exceeded at the present speed and was not announced yet."""
+    """Yield an `advice` event for each limit that will be exceeded at the current speed and was not announced yet."""
     steps_left = left / c.global_batch_size
     run_s = monitor.elapsed_s + steps_left * step_time_s
     rate = None if spec.limits.budget_usd is None else usd_per_s(spec, c, monitor.peak_bytes)
-    earlier = f", {duration(monitor.spent_s)} of earlier starts included" if monitor.spent_s else ""
+    earlier = f", including {duration(monitor.spent_s)} of earlier starts" if monitor.spent_s else ""
     for name, value, limit, unit, text in (
         ("deadline", monitor.spent_s + run_s, spec.limits.deadline_s, "s", duration),
         ("budget", None if rate is None else monitor.spent_usd + rate * run_s, spec.limits.budget_usd, "USD", money),
@@ -296,6 +297,6 @@ def broken_limits(
             "projected": value,
             "limit": limit,
             "unit": unit,
-            "sentence": f"At {duration(step_time_s)} a step, with {steps_left:,.0f} steps left, training ends at "
-            f"{text(value)}{earlier}, beyond the {name} of {text(limit)}.",
+            "sentence": f"At {duration(step_time_s)} per step, with {steps_left:,.0f} steps left, training will reach "
+            f"{text(value)}{earlier}, which exceeds the {name} of {text(limit)}.",
         }

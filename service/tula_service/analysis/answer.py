@@ -1,6 +1,6 @@
-"""The answer to "which configuration?": one fit of a job's evidence, priced, and the choice among its candidates.
+"""Computes the answer to "which configuration?" from one fit of a job's evidence, its prices and its candidates.
 
-Planning, recommendation, what-if predictions, the expected step time of a run and advice all take the same `Answer`.
+Planning, recommendations, what-if predictions, the expected step time of a run and advice all use the same `Answer`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tula_wire import Configuration
 from tula_wire.enums import Objective
 
 MODEL_VERSION = "step-time-15"
-"""Names the equations and priors. It is part of every cache key and ledger entry, so it changes whenever they do."""
+"""The version of the equations and priors; as a part of every cache key and ledger entry, it must change with them."""
 
 
 @dataclass(frozen=True)
 class Infeasible:
-    """The answer when memory, or the specification itself, leaves no candidate; `reason` names the remedy."""
+    """The answer if memory or the specification excludes every candidate; `reason` includes the remedy."""
 
     data: JobData
     objective: Objective
@@ -40,11 +40,11 @@ class Infeasible:
 
 @dataclass(frozen=True)
 class Answer:
-    """The fit of one version of a job, and the choice that follows from it.
+    """The fit of one version of a job's data, and the choice that results from it.
 
     `spec` is the job's specification, without prices that cannot be applied (`job_data.payable`). `doubtful` candidates
-    may be profiled but are not recommended, since they may not fit into memory. `efficiency` is None until a run has
-    reported its gradient noise scale.
+    may be profiled but are not recommended, since they may not fit into memory. `efficiency` is None until a run
+    reports its gradient noise scale.
     """
 
     data: JobData
@@ -58,21 +58,21 @@ class Answer:
 
     @property
     def estimates(self) -> tuple[Estimate, ...]:
-        """Return the estimates of every candidate, first on demand and then on spot capacity."""
+        """Return the estimates of all candidates, first on demand and then on spot capacity."""
         return self.choice.estimates
 
     @cached_property
     def base_batch_size(self) -> int:
-        """Return the global batch size for which the learning rate is assumed to be tuned, in examples."""
+        """Return the global batch size, in examples, for which the learning rate is assumed to be tuned."""
         return job_data.base_batch_size(self.data, self.evidence.candidates)
 
     def estimate(self, configurations: Sequence[Configuration]) -> tuple[Estimate, ...]:
-        """Return predictions and prices of any configurations for their own steps, first on demand, then on spot."""
+        """Return the estimates of any configurations, first on demand, then on spot, with no factor on their steps."""
         goal = replace(self.choice.goal, steps_factor={})
         return price_candidates(configurations, self.model, goal, memory=self.evidence.memory.models)
 
     def what_if(self, configurations: Sequence[Configuration]) -> Answer:
-        """Return the answer from the same fit if only these configurations could be chosen."""
+        """Return the answer of the same fit for the case that only these configurations can be chosen."""
         choice = choose(self.choice.goal, self.estimate(configurations))
         return replace(self, choice=choice, efficiency=None, doubtful=frozenset())
 
@@ -81,7 +81,7 @@ Analysis: TypeAlias = Answer | Infeasible
 
 
 def analyse(data: JobData, objective: Objective | None = None) -> Analysis:
-    """Fit the evidence of a job once, price every candidate, and choose by this objective or the job's own."""
+    """Return the answer from one fit of a job's evidence; the default objective is the job's."""
     asked: Objective = objective or data.objective
     try:
         return _answer(data, asked)

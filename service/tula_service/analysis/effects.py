@@ -1,4 +1,4 @@
-"""Computes the worth of each value of a job's options, as wire models and in words."""
+"""Computes the effect of each value of a job's options, as wire models with sentences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHANGES_NUMERICS = frozenset({"precision"})
 def best_with(answer: Answer, options: Options) -> Estimate | None:
     """Return the objective's choice among the candidates with these options, or None if there is no such candidate.
 
-    Options that were not launched count with their predictions.
+    If the options were not launched, the choice is based on predictions.
     """
     failed = answer.evidence.failed
     alike = [
@@ -32,7 +32,7 @@ def best_with(answer: Answer, options: Options) -> Estimate | None:
 
 
 def find_effects(answer: Answer) -> list[wire.OptionEffect]:
-    """Return the effect of each option's values except its first; empty until a run has been measured."""
+    """Return the effects of each option's values except its first, or an empty list before the first measurement."""
     chosen = answer.choice.chosen
     if answer.evidence.observed is None or chosen is None:
         return []
@@ -84,16 +84,19 @@ def _effect(
 
 
 def _why_nothing(answer: Answer, name: str, value: str, limited: Options | None) -> str:
-    """Return why no candidate with a value is left; `limited` has the options with it that only the limits exclude."""
+    """Return why no candidate with this value is left.
+
+    `limited` has options that include the value and whose candidates are excluded only by the limits, or is None.
+    """
     beside = ""
     if limited is not None:
         others = [" ".join(pair) for pair in limited if pair[0] in answer.data.spec.varied_options and pair[0] != name]
-        beside, reason = (f" with {' and '.join(others)}" if others else ""), "none of its candidates keeps the limits"
+        beside, reason = (f" with {' and '.join(others)}" if others else ""), "none of its candidates meets the limits"
     elif any((name, value) in e.configuration.options for e in answer.estimates):
-        reason = "each combination of other values with it failed"
+        reason = "it failed in combination with all other values"
     else:
         reason = "none of its batches fits into memory"
-    return f"{name} {value}{beside} is left out, since {reason}."
+    return f"{name} {value}{beside} is excluded because {reason}."
 
 
 def _compared(
@@ -103,10 +106,10 @@ def _compared(
     launched_options: Collection[Options],
     possible: Collection[Options],
 ) -> tuple[Options, Options]:
-    """Return two sets of options to compare, with and without a value.
+    """Return two sets of options to compare, one for each of the two `words`, the values of the option `name`.
 
-    Pairs in which both have candidates come first, then pairs that were both launched, then the pairs nearest to the
-    recommended options, `held`.
+    A pair is preferred if both sets have candidates, then if both were launched, and then if it is near to the
+    recommended options `held`.
     """
 
     def distance(pair: tuple[Options, Options]) -> tuple[int, int, int, Options]:
@@ -122,7 +125,7 @@ def _compared(
 
 
 def _memory(answer: Answer, before: Estimate, after: Estimate) -> Interval | None:
-    """Return the ratio of two variants' peak memory at the first one's local batch, or None if either is unknown."""
+    """Return the ratio of the peak memory of two variants at the local batch of `before`, or None if unknown."""
     batch, models = before.configuration.local_batch_size, answer.evidence.memory.models
     peaks = [
         None if (model := models.get(estimate.configuration.variant)) is None else model.predict(batch)
@@ -132,7 +135,7 @@ def _memory(answer: Answer, before: Estimate, after: Estimate) -> Interval | Non
 
 
 def _ratio(after: Estimate, before: Estimate, value: Callable[[Estimate], Interval]) -> Interval | None:
-    """Return the ratio of the two values without the noise of single runs, to describe the effect itself."""
+    """Return the ratio of the two values without the noise of single runs, which is not a part of the effect."""
     narrowed = (estimate.narrowed(value(estimate), estimate.known_sd) for estimate in (after, before))
     return next(narrowed).over(next(narrowed))
 
@@ -147,23 +150,23 @@ def _sentences(
     has_failed: bool,
 ) -> Iterator[str]:
     if most_gain is not None:
-        could = f"could win at most {percent(most_gain, digits=0)}" if most_gain >= 0.005 else "cannot win"
-        was = "failed in each launch so far: in other combinations it" if has_failed else "was not launched: it"
+        could = f"could save at most {percent(most_gain, digits=0)}" if most_gain >= 0.005 else "cannot save anything"
+        was = "has failed in every launch; in other combinations, it" if has_failed else "was not launched; it"
         yield f"{name} {value} {was} {could}."
         return
     said = [_changed(ratio, what) for what, ratio in ratios.items() if what in ("time", "cost")]
     if not said:
-        yield f"{name} {value} has nothing to be compared with, since the first value leaves no candidate."
+        yield f"{name} {value} cannot be compared, because the first value of {name} has no candidate."
         return
     parts = " and ".join(said)
-    memory = f", at equal batch {_changed(ratios['memory'], 'memory')}" if "memory" in ratios else ""
-    yield f"{name} {value} takes {parts}{memory}."
+    memory = f", and at the same batch {_changed(ratios['memory'], 'memory')}" if "memory" in ratios else ""
+    yield f"{name} {value} needs {parts}{memory}."
     if recommended and name in _CHANGES_NUMERICS:
-        yield "It changes the numbers that training computes with: compare the losses of both before relying on it."
+        yield "It changes the numerical precision of training, so compare the losses with and without it first."
 
 
 def _changed(ratio: Interval, what: str) -> str:
-    """Describe a factor as more or less of something, with its interval, such as `48 % [44, 52] less time`."""
+    """Return a ratio as text with its interval, such as `48 % [44, 52] less time`."""
     if ratio.low < 1.0 < ratio.high:
         most, least = (percent(share, digits=0) for share in (ratio.high - 1.0, 1.0 - ratio.low))
         return f"between {least} less and {most} more {what}"

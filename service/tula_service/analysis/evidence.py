@@ -1,4 +1,4 @@
-"""Gathers the evidence of a job's runs: step times, memory, and the feasible candidates."""
+"""Gathers the evidence from a job's runs: step times, memory, and the feasible candidates."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from tula_wire.memory import RESERVED_RATIO, assumed_context_bytes
 from tula_wire.options import Options
 
 _FEWEST_RUNS_TO_VALIDATE, _MOST_RUNS_TO_VALIDATE = 4, 12
-_PARTS = ("optimizer_bytes", "gradient_bytes", "parameter_bytes")  # in the order in which ZeRO's stages shard them
+_PARTS = ("optimizer_bytes", "gradient_bytes", "parameter_bytes")  # in the order in which the stages of ZeRO shard them
 _NUM_SHARED = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 _OPTIMIZER_BYTES = {"sgd": 0, "momentum": 4, "adam": 8, "other": 8}
 _AS_LIKELY_AS_NOT = 0.5
 _SHORTEST_STEP_S = 1e-7  # a fit to shorter step times overflows
 _COUNTING_SD = 0.1
-_SHARD = "data parallelism keeps a whole copy on every rank, so shard the optimizer or take a larger device"
+_SHARD = "data parallelism keeps a whole copy on every rank, so shard the optimizer or use a larger device"
 _SHARD_ALL = "shard parameters and optimizer state"
-_MORE_SHARDS = "raise cluster.min_nodes, so that more ranks share them, or take a larger device"
-_LEAST_LEFT = 0.1  # share of a reading that is kept if the count of shared bytes is too high
-_TELLING_SHARE = 0.125  # share of the device: a smaller reading says little about a batch that fills the device
-_PROVING_STEPS = 3  # from the third step on, the allocator holds the blocks of every later step
+_MORE_SHARDS = "increase cluster.min_nodes, so that more ranks share them, or use a larger device"
+_LEAST_LEFT = 0.1  # least share of a reading that remains when the shared bytes are subtracted
+_TELLING_SHARE = 0.125  # share of the device; a smaller reading says little about a batch that fills the device
+_PROVING_STEPS = 3  # after three steps, the allocator has the blocks of every later step
 _CONTEXT_SD = 0.7  # relative error of an assumed context
-_RESERVED_SD = 0.1  # of the log of what the allocator takes over its peak, by 13 rows on an H100
+_RESERVED_SD = 0.1  # of the logarithm of reserved over allocated memory, from 13 rows on an H100
 GROWING_SD = 0.02
-"""The same if the segments grow: the allocator then took at most 2 % more, which is the share that is kept free."""
+"""The same deviation for growing segments, with which the allocator reserved at most 2 % more than its peak."""
 
 Measured = Sequence[tuple[Configuration, RunSummary]]
 Rows = Sequence[tuple[Configuration, MemoryReading | None]]
@@ -55,16 +55,16 @@ Rows = Sequence[tuple[Configuration, MemoryReading | None]]
 
 @dataclass(frozen=True)
 class Evidence:
-    """The evidence that every fit, plan and choice of one job rests on.
+    """The evidence on which every fit, plan and choice of one job is based.
 
     `candidates` fit into memory, and `ruled_out` has a sentence for each configuration that does not. `doubtful`
-    candidates have not run, and fit with less than the required probability. `failed` configurations may be neither
-    planned nor chosen, since their newest run failed for a reason other than memory. `retried` are failed runs to
-    repeat, since the job was registered again after them. `rows` names the configuration and the run of each
-    observation, and `measured` the step time of each configuration in seconds. `fitted` contains the configurations
-    that have run and so fit into memory, even if their step time is ignored. `left_out` has a sentence for each option
-    value whose launches all failed, and `crashed` has one for each combination of values, or value on certain instance
-    types, whose launches all failed; a configuration with such values counts as failed.
+    candidates have not run, and the probability that they fit is lower than required. `failed` configurations may be
+    neither planned nor chosen, because their newest run failed for a reason other than memory. `retried` has the failed
+    runs to repeat, because the job was registered again after them. `rows` has the configuration and the run id of each
+    observation, and `measured` the step time of each configuration in seconds. `fitted` has the configurations that
+    have run, and therefore fit into memory, even if their step time is ignored. `left_out` has a sentence for each
+    option value whose launches all failed. `crashed` has such a sentence for combinations of values, and for values on
+    only some instance types. A configuration with such values is treated as failed.
     """
 
     candidates: tuple[Configuration, ...]
@@ -84,7 +84,7 @@ class Evidence:
 
     @property
     def run_ids(self) -> tuple[str, ...]:
-        """Return the id of the run behind each observation."""
+        """Return the id of the run of each observation."""
         return tuple(run_id for _, run_id in self.rows)
 
 
@@ -92,7 +92,7 @@ def gather_evidence(data: JobData) -> Evidence:
     """Return the evidence from a job's runs. Raises ObservationError if no candidate is left."""
     warnings: list[str] = []
     if data.drift is not None:
-        warnings.append(f"{data.drift}; predictions are for the speed when it was profiled.")
+        warnings.append(f"{data.drift}; predictions are for the speed at which the job was profiled.")
     rows: list[tuple[Configuration, RunSummary]] = []
     misconfigured: set[str] = set()
     for summary in data.summaries:
@@ -101,13 +101,13 @@ def gather_evidence(data: JobData) -> Evidence:
         if summary.step_time_s is None:
             if summary.num_samples:
                 warnings.append(
-                    f"Run {summary.run_id} is left out: its samples cannot be summarised; measure it again."
+                    f"Run {summary.run_id} is ignored because its samples cannot be summarised; measure it again."
                 )
             continue
         if summary.step_time_s < _SHORTEST_STEP_S:
             warnings.append(
-                f"Run {summary.run_id} is left out: its step time of {duration(summary.step_time_s)} is shorter than "
-                "any training step; check the clock of its agent."
+                f"Run {summary.run_id} is ignored because its step time of {duration(summary.step_time_s)} is shorter "
+                "than any training step; check the clock of its machine."
             )
             continue
         if summary.configuration_mismatch is not None:
@@ -144,10 +144,10 @@ def gather_evidence(data: JobData) -> Evidence:
 
 
 def leave_one_out(evidence: Evidence, model: StepTimeModel) -> float | None:
-    """Return the median relative error of predicting each run from the others, with the form and priors of the model.
+    """Return the median relative error of predicting each run from all others, with the form and priors of the model.
 
-    This fits the model once per run. The result is None if there are too few runs for an estimate, or too many to be
-    quick.
+    The model is fitted once per run. The result is None if there are too few runs for an estimate, or so many that it
+    would take too long.
     """
     observed = evidence.observed
     if observed is None or not _FEWEST_RUNS_TO_VALIDATE <= len(observed) <= _MOST_RUNS_TO_VALIDATE:
@@ -163,9 +163,9 @@ def leave_one_out(evidence: Evidence, model: StepTimeModel) -> float | None:
 
 
 def _feasible(data: JobData, memory: MemoryEvidence) -> tuple[tuple[Configuration, ...], dict[Configuration, str]]:
-    """Return the candidates that fit into memory, and a sentence for each configuration that does not."""
+    """Return the candidates that fit into memory, and a sentence for each configuration that does not fit."""
     bound = memory.max_local_batch_size
-    everything = job_data.list_candidates(data.spec, {})  # raises if memory is not the reason
+    everything = job_data.list_candidates(data.spec, {})  # raises if there is no candidate even without memory bounds
     if not bound:
         return everything, {}
     try:
@@ -178,7 +178,7 @@ def _feasible(data: JobData, memory: MemoryEvidence) -> tuple[tuple[Configuratio
 
 @dataclass(frozen=True)
 class _Crash:
-    """Option values with which every launch failed, on `types`, or `everywhere` if they have not run on any type."""
+    """Option values with which every launch on `types` failed; `everywhere` is True if they have run on no type."""
 
     values: Options
     types: frozenset[str]
@@ -187,31 +187,31 @@ class _Crash:
 
     @property
     def is_of_one_value(self) -> bool:
-        """Return True if this is a single value that is excluded everywhere."""
+        """Return True if these are not several values but one, and it is excluded on all types."""
         return self.everywhere and len(self.values) == 1
 
     @property
     def sentence(self) -> str:
-        """Return a sentence on which values the plan leaves out, why, and how to retry them."""
+        """Return a sentence that says which values are excluded, why, and how to retry them."""
         where = "" if self.everywhere else f" on {' and '.join(sorted(self.types))}"
         why = f": {self.message.rstrip('.')}." if self.message else "."
         return (
-            f"{' with '.join(' '.join(pair) for pair in self.values)} is left out{where}, since each launch with it "
-            f"failed; register the job again to retry it{why}"
+            f"{' with '.join(' '.join(pair) for pair in self.values)} is excluded{where} because every launch with it "
+            f"failed; to retry it, register the job again{why}"
         )
 
     def bars(self, variant: Variant) -> bool:
-        """Return True for a variant that has these values, on an instance type where they fail."""
+        """Return True if a variant has these values on an instance type on which they fail."""
         return variant.options_include(self.values) and (self.everywhere or variant.instance_type in self.types)
 
 
 def _crashes(data: JobData, ran: set[Variant]) -> list[_Crash]:
-    """Return the option values that crash, alone or together; `ran` contains the variants that have run.
+    """Return the option values that make launches fail, alone or together; `ran` has the variants that have run.
 
-    Values are at fault on an instance type if a launch failed with every other option at its base, and no variant of
-    that type with these values has run. If several values fail together, it is unknown which one is the cause. If each
-    launch measures one configuration, a second configuration with these values must fail as well. Failures from before
-    the job was registered again no longer count.
+    Values are assumed to be the cause on an instance type if a launch failed with these values and the base values of
+    all other options, and if no variant of this type with these values has run. If a launch failed with several changed
+    values, they are treated as one cause. If a launch measures only one configuration, a second configuration with
+    these values must also have failed. Failures before the job was registered again are ignored.
     """
     base = data.spec.base_options
     failed = {
@@ -241,7 +241,7 @@ def _crashes(data: JobData, ran: set[Variant]) -> list[_Crash]:
 
 
 def _as_run(summary: RunSummary) -> Configuration | None:
-    """Return the configuration that a run's process reported, or None if nodes have unequal numbers of ranks."""
+    """Return the configuration that a run's process reported, or None if the numbers of ranks per node are unequal."""
     planned = summary.configuration
     world, batch, steps = summary.world_size, summary.local_batch_size, summary.grad_accum_steps
     batch, steps = batch or planned.local_batch_size, steps or planned.grad_accum_steps
@@ -252,8 +252,8 @@ def _as_run(summary: RunSummary) -> Configuration | None:
 def _failed(data: JobData, unusable: set[str]) -> tuple[set[Configuration], list[RunRecord]]:
     """Return the configurations whose newest profiling run failed, and the failed runs to repeat, in plan order.
 
-    `unusable` runs count as failed, since they used another configuration, or ran out of memory although larger batches
-    fitted. A failed run is repeated once if the job was registered again after the failure.
+    The `unusable` runs are treated as failed: they used another configuration than planned, or ran out of memory
+    although larger batches fitted. A failed run is repeated once if the job was registered again after the failure.
     """
     by_configuration: dict[Configuration, list[RunRecord]] = {}
     for run in sorted(data.runs, key=lambda run: run.key, reverse=True):
@@ -273,11 +273,11 @@ def _failed(data: JobData, unusable: set[str]) -> tuple[set[Configuration], list
 
 
 def _as_usual(rows: Sequence[tuple[Configuration, RunSummary]], relative_sd: FloatArray) -> FloatArray:
-    """Return the relative standard errors, shape (n,), raised where needed to the error of as many steps with the usual
-    spread.
+    """Return the relative standard errors, shape (n,), increased to a lower bound.
 
-    The usual spread is the median spread of a step over the batches on one cluster. Without this floor, a few steps
-    that agree by chance, although slow steps come at random, would be trusted more than longer measurements nearby.
+    The bound of a run is the error of as many steps with the usual spread, which is the median spread over the batches
+    on one cluster. Without this bound, a few steps that happen to have similar times would have more weight than longer
+    measurements of similar configurations.
     """
     steps = np.array([float(summary.num_steps or 1) for _, summary in rows])
     spread = relative_sd * np.sqrt(steps)
@@ -304,12 +304,12 @@ def _observations(rows: Sequence[tuple[Configuration, RunSummary]]) -> StepTimeO
 
 @dataclass(frozen=True)
 class MemoryEvidence:
-    """The evidence of the runs and the specification on a rank's memory, by variant; an unknown variant has no entry.
+    """The evidence about a rank's memory from the runs and the specification; unknown variants have no entry.
 
-    `models` predict the peak, `max_local_batch_size` is the largest batch that fits, and `capacity_bytes` is the memory
-    of one rank by instance type. `out_of_memory` lists the failed runs that rule out their batch and all larger
-    batches. `held` maps each configuration that took at least three steps to how often its allocator found the device
-    full. `sharded` is True if the ranks share state.
+    `models` predict the peak memory of a variant, and `max_local_batch_size` is the largest batch that fits.
+    `capacity_bytes` is the memory of one rank by instance type. `out_of_memory` has the failed runs that rule out their
+    batch and all larger batches. `held` has each configuration that ran at least three steps, with the number of times
+    that its allocator found the device full. `sharded` is True if the ranks share state.
     """
 
     models: Mapping[Variant, MemoryModel]
@@ -321,9 +321,9 @@ class MemoryEvidence:
     sharded: bool = False
 
     def is_proved(self, c: Configuration) -> bool:
-        """Return True if three steps of this local batch or a larger one ran in this variant.
+        """Return True if a run of this variant took at least three steps with this local batch or a larger one.
 
-        If ranks share state (`sharded`), only runs on at most as many ranks count.
+        If ranks share state (`sharded`), runs on more ranks are ignored.
         """
         return any(
             ran.variant == c.variant
@@ -333,30 +333,30 @@ class MemoryEvidence:
         )
 
     def retries(self, c: Configuration) -> int:
-        """Return how often the device was full while this local batch ran in this variant."""
+        """Return how often the device was full during a run of this variant with this local batch."""
         alike = (c.variant, c.local_batch_size)
         return max((n for ran, n in self.held if (ran.variant, ran.local_batch_size) == alike), default=0)
 
     def fit_probability(self, c: Configuration) -> float | None:
-        """Return the probability that a rank's peak fits into its memory, or None without a model or a capacity."""
+        """Return the probability that a rank's peak fits into its memory, or None if model or capacity is unknown."""
         model, capacity = self.models.get(c.variant), self.capacity_bytes.get(c.instance_type)
         if model is None or capacity is None:
             return None
         return model.fits(float(c.local_batch_size), _room(model, capacity, c.world_size))
 
     def why_not(self, c: Configuration) -> str:
-        """Return a sentence on why this configuration exceeds the largest batch that fits."""
+        """Return a sentence that says why this configuration does not fit into memory."""
         for failed in self.out_of_memory:
             if failed.configuration.variant == c.variant and c.local_batch_size >= failed_batch(failed):
                 batch = failed_batch(failed)
                 return f"its local batch {c.local_batch_size} is not below {batch}, which ran out of memory."
         bound = self.max_local_batch_size[c.variant]
-        return f"its local batch {c.local_batch_size} is above {bound}, the largest that safely fits."
+        return f"its local batch {c.local_batch_size} is above {bound}, the largest batch that fits safely."
 
     def why_nothing_fits(self, spec: wire.JobSpec) -> str:
-        """Explain that no candidate fits into memory, with the reason for each instance type and the remedy."""
+        """Return a sentence that says why no candidate fits into memory, by instance type, with the remedy."""
         smallest, base = spec.batch.min_local_batch_size, spec.base_options
-        remedy = f"use a larger instance type, or {'raise cluster.min_nodes' if _shares(spec) else _SHARD_ALL}"
+        remedy = f"use a larger instance type, or {'increase cluster.min_nodes' if _shares(spec) else _SHARD_ALL}"
         reasons = []
         needed = {cluster.instance_type: _counted_bytes(spec.model, _fewest_ranks(cluster)) for cluster in spec.cluster}
         if any(needed[name] <= self.capacity_bytes.get(name, math.inf) for name in needed):
@@ -371,21 +371,21 @@ class MemoryEvidence:
             elif (model := self.models.get(Variant(name, base))) is not None and name in self.capacity_bytes:
                 peak = model.predict(smallest).mean + model.shards.extra_bytes(_fewest_ranks(cluster))
                 reasons.append(
-                    f"a rank of {name} is expected to need {size(peak)} at a local batch of {smallest}, of which the "
-                    f"device has {size(self.capacity_bytes[name])}"
+                    f"a rank of {name} is expected to need {size(peak)} at a local batch of {smallest}, but the device "
+                    f"has only {size(self.capacity_bytes[name])}"
                 )
-        return f"memory: no candidate is left, since {'; '.join(reasons)}; {remedy}."
+        return f"memory: no candidate is left because {'; '.join(reasons)}; {remedy}."
 
 
 def _out_of_memory_runs(
     measured: Measured, summaries: Sequence[RunSummary]
 ) -> tuple[list[RunSummary], set[str], list[str]]:
-    """Weigh each out-of-memory failure against larger batches that were measured in the same variant.
+    """Return which batches the out-of-memory failures rule out, given the batches that were measured.
 
-    Returns the runs that rule out their batch and all larger ones, the ids of the runs that rule out only their own
-    configuration because a larger batch fitted, and a warning for each of these ids. If a batch fitted although it is
-    at or above the batch of a failure that stands, it fitted by luck, and is not used against failures at smaller
-    batches.
+    The first result has the runs that rule out their batch and all larger batches of their variant. If a larger batch
+    fitted, a failed run rules out only its own configuration; the second result has the ids of such runs, and the third
+    a warning for each. A batch that fitted although a failure rules it out does not contradict failures at smaller
+    batches, since it may have fitted by chance.
     """
     standing: list[RunSummary] = []
     contradicted: set[str] = set()
@@ -404,8 +404,8 @@ def _out_of_memory_runs(
             contradicted.add(summary.run_id)
             warnings.append(
                 f"Memory: {_run_name(summary)} ran out of memory, but {_name(run_id, c, c.local_batch_size)} fitted on "
-                "the same instance type, so only the failed configuration itself is left out: check that no other "
-                "process uses the device, and register the job again to retry it."
+                "the same instance type, so only the failed configuration is excluded; to retry it, check that no "
+                "other process uses the device, and register the job again."
             )
         else:
             standing.append(summary)
@@ -414,7 +414,7 @@ def _out_of_memory_runs(
 
 
 def _memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[RunSummary]) -> MemoryEvidence:
-    """Fit the memory of each variant. `failures` lists the out-of-memory runs that still count."""
+    """Return the memory evidence of all variants; `failures` has the runs that rule out their batch by memory."""
     models: dict[Variant, MemoryModel] = {}
     bounds: dict[Variant, int] = {}
     capacities: dict[str, float] = {}
@@ -431,7 +431,7 @@ def _memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[
         if capacity is not None:
             capacities[name] = capacity
             needed = _counted_bytes(spec.model, _fewest_ranks(cluster))
-            if not rows and needed > capacity:  # a script that shards was measured, and fits
+            if not rows and needed > capacity:  # a measured run fits, since its script shards the state
                 remedy = _SHARD if spec.model.sharding == "none" else _MORE_SHARDS
                 warnings.append(f"Memory of {name}: {_state_too_large(needed, capacity)}: {remedy}.")
         for options in spec.option_combinations:
@@ -455,10 +455,11 @@ def _memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[
 def _memory_models(
     spec: wire.JobSpec, cluster: wire.ClusterSpec, rows: Rows, failed: Sequence[RunSummary], capacity: float | None
 ) -> tuple[dict[Variant, MemoryModel], list[str]]:
-    """Return the memory model of each variant on one instance type, and warnings about readings that no model can use.
+    """Return the memory model of each variant of one instance type, and warnings about readings that cannot be used.
 
-    The base comes first, then the variants with readings, then the rest. Each variant starts from the nearest earlier
-    variant: a variant with readings takes its static bytes from there, unless its own were counted.
+    The base is modelled first, then the variants with readings, then all others. A variant without readings gets the
+    model of the nearest variant that was modelled before it, with the assumed effects of the options. A variant with
+    readings gets only the static bytes of that variant, unless its own were counted.
     """
     models: dict[Variant, MemoryModel] = {}
     warnings: list[str] = []
@@ -489,9 +490,10 @@ def _memory_model(
     capacity: float | None,
     static_bytes: float | None,
 ) -> MemoryModel:
-    """Fit the memory of one variant to its runs. Raises ObservationError if there is nothing to fit.
+    """Return the memory model of one variant, fitted to its runs.
 
-    Except for the base, `static_bytes` comes from the nearest variant, since the specification describes only the base.
+    For variants other than the base, `static_bytes` is from the nearest variant, because the specification describes
+    only the base. Raises ObservationError if there is nothing to fit.
     """
     readings = [(c, memory) for c, memory in rows if memory is not None]
     usable = [(c, memory) for c, memory in readings if memory.peak_bytes > 0]
@@ -508,7 +510,7 @@ def _memory_model(
 
 
 def _counts_static(memory: MemoryReading) -> bool:
-    """Return True if the agent counted parameters and optimizer state, which a peak of the allocator includes."""
+    """Return True if the agent counted parameters and optimizer state that are a part of the reading's peak."""
     counted = memory.parameter_bytes is not None and memory.optimizer_bytes is not None
     return counted and memory.method == "cuda_allocator"
 
@@ -516,38 +518,38 @@ def _counts_static(memory: MemoryReading) -> bool:
 def _unsure(
     name: str, usable: Sequence[tuple[Configuration, MemoryReading]], capacity: float | None, bound: int | None
 ) -> list[str]:
-    """Return a warning if all readings are too far below the largest batch to show how memory grows, else []."""
+    """Return a warning if all readings are at batches too small to show how memory grows, or else an empty list."""
     if capacity is None or bound is None or not usable:
         return []
     c, reading = max(usable, key=lambda row: row[0].local_batch_size)
     if reading.peak_bytes >= _TELLING_SHARE * capacity or bound < c.local_batch_size / _TELLING_SHARE:
         return []
     return [
-        f"Memory of {name} is unsure: {c.local_batch_size} examples, the most that ran, took "
-        f"{100.0 * reading.peak_bytes / capacity:.0f} % of the device, and larger batches may take more an example: "
-        "measure one that takes about a quarter."
+        f"Memory of {name} is uncertain: the largest batch that ran, {c.local_batch_size} examples, used "
+        f"{100.0 * reading.peak_bytes / capacity:.0f} % of the device, and larger batches may need more memory per "
+        "example; measure a batch that uses about a quarter of the device."
     ]
 
 
 def state_beyond_memory(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> str | None:
-    """Return a sentence if the model's state alone exceeds the specified memory even with the most ranks, else None."""
+    """Return a sentence if the model's state exceeds the specified memory even with the most ranks, or else None."""
     capacity = cluster.memory_bytes_per_rank
     needed = _counted_bytes(model, cluster.max_nodes * cluster.ranks_per_node)
     if capacity is None or needed <= capacity:
         return None
     return (
-        f"The model's {_state_too_large(needed, capacity)}: give a larger device, model.sharding if the ranks share "
-        "the state, or correct model.parameters."
+        f"The model's {_state_too_large(needed, capacity)}: specify a larger device, set model.sharding if the ranks "
+        "share the state, or correct model.parameters."
     )
 
 
 def required_fit_probability(spec: wire.JobSpec) -> float:
-    """Return the least probability of fitting into memory that a recommended batch must have."""
+    """Return the probability of fitting into memory that a recommended batch must have at least."""
     return min(max(spec.profiling.memory_safety, 0.5), 0.999)
 
 
 def failed_batch(failed: RunSummary) -> int:
-    """Return the local batch that did not fit."""
+    """Return the local batch that did not fit into memory."""
     return failed.failed_local_batch_size or failed.configuration.local_batch_size
 
 
@@ -560,15 +562,16 @@ def _fewest_ranks(cluster: wire.ClusterSpec) -> int:
 
 
 def _room(model: MemoryModel, capacity: float, world_size: int) -> float:
-    """Return the capacity in bytes that remains for a batch whose memory was modelled on the largest cluster.
+    """Return the capacity in bytes with which a prediction of the model must be compared.
 
-    With `world_size` ranks, a rank has larger shards than on the largest cluster; the difference is subtracted.
+    The model describes the largest cluster. With `world_size` ranks, each rank has larger shards, and the difference is
+    subtracted from the capacity.
     """
     return max(capacity - model.shards.extra_bytes(world_size), 1.0)
 
 
 def _shared_bytes(model: wire.ModelSpec, readings: Sequence[tuple[Configuration, MemoryReading]]) -> float:
-    """Return the total size of all shards in bytes, from readings or, before the first, from the specification."""
+    """Return the total size of all shards in bytes, from readings or, if there are none, from the specification."""
     parts = _PARTS[: _NUM_SHARED[model.sharding]]
     read = [c.world_size * sum(getattr(m, part) or 0 for part in parts) for c, m in readings]
     return float(max(read, default=0)) or _counted_bytes(model, 1) - _counted_bytes(model, math.inf)
@@ -590,8 +593,8 @@ def _memory_observations(
 ) -> MemoryObservations:
     """Return the readings and the counted bytes to which the memory of a variant is fitted.
 
-    The agent counts parameters, gradients and optimizer state. Before its first count, they follow from the
-    specification in single precision, and `context` bytes are added.
+    The agent counts the bytes of parameters, gradients and optimizer state. Before it has done so, they are computed
+    from the specification in single precision, and `context` bytes are added.
     """
 
     def of_most_ranks(c: Configuration, amount: float) -> float:
@@ -617,11 +620,11 @@ def _memory_observations(
 
 
 def _plan_safety(spec: wire.JobSpec, num_batches: int, *, of_base: bool) -> float | None:
-    """Return the probability of fitting that a batch needs to be profiled; None rules out no batch.
+    """Return the probability of fitting into memory that a batch must have to be profiled; None allows all batches.
 
-    Readings at a single batch do not identify the growth with the batch. They rule out only batches that are more
-    likely to fail than not, and nothing at all without a count of the static share. The specification counts only for
-    the base; other variants start from its static bytes, and for them a full device is also a useful result.
+    Readings at a single batch do not show how memory grows with the batch. They therefore rule out only batches that
+    are more likely to fail than not, and no batch if the static bytes were not counted. The specification describes
+    only the base; other variants start from its static bytes, and a full device is a useful result for them.
     """
     if num_batches > 1 or (of_base and spec.model.activation_bytes_per_sample):
         return required_fit_probability(spec)
@@ -633,7 +636,7 @@ def _plan_safety(spec: wire.JobSpec, num_batches: int, *, of_base: bool) -> floa
 def _counted_bytes(model: wire.ModelSpec, ranks: float) -> float:
     """Return the bytes of parameters, gradients and optimizer state on a device of one of `ranks` ranks.
 
-    Numbers are in single precision; without a count of parameters, the result is 0.
+    The numbers are in single precision. If the number of parameters is unknown, the result is 0.
     """
     sizes = (_OPTIMIZER_BYTES[model.optimizer], 4, 4)
     shared = _NUM_SHARED[model.sharding]
@@ -646,18 +649,18 @@ def _counted_bytes(model: wire.ModelSpec, ranks: float) -> float:
 
 def _state_too_large(needed: float, capacity: float) -> str:
     return (
-        f"parameters, gradients and optimizer state alone need at least {size(needed)} a rank in single precision, of "
-        f"which the device has {size(capacity)}"
+        f"parameters, gradients and optimizer state need at least {size(needed)} per rank in single precision, but the "
+        f"device has only {size(capacity)}"
     )
 
 
 def _beside(model: wire.ModelSpec, readings: Sequence[MemoryReading], assumed: float) -> Beside:
-    """Return the bytes in use on the device outside the allocator's peaks.
+    """Return the memory of the device that is in use besides the allocator's peaks.
 
-    These are the largest context that was read, else the assumed context, and the bytes that the allocator takes beyond
-    its peaks when the device is full. The reserved bytes of a reading say little about the latter, because the
-    allocator returns cached memory when memory is short. A single run whose segments did not grow shows that the job
-    may run without growing segments.
+    It consists of the context, which is the largest one that was read or else an assumed one, and of the memory that
+    the allocator reserves beyond its peaks when the device is full. The latter is not taken from readings, because the
+    allocator returns cached memory when memory is short. It is assumed to be small only if the segments of all runs
+    grew.
     """
     contexts = [m.context_bytes for m in readings if m.context_bytes is not None]
     context, sd = (float(max(contexts)), 0.0) if contexts else (assumed, _CONTEXT_SD * assumed)

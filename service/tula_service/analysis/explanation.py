@@ -1,4 +1,4 @@
-"""Renders an answer as wire models and in words: why a candidate wins, what limits exclude, what is uncertain."""
+"""Renders an answer as wire models, and explains in sentences why a candidate was chosen and what is uncertain."""
 
 from __future__ import annotations
 
@@ -26,27 +26,25 @@ from tula_wire import Configuration
 from tula_wire.configurations import Variant
 from tula_wire.format import cluster_name, duration, money, multiple, option, percent
 
-_EQUAL_LENGTHS = 0.02  # share of the mean: a range this small counts as one length
-_NOTABLE_INPUT = 0.1  # share of the step
+_EQUAL_LENGTHS = 0.02  # share of the mean; sequences whose lengths differ by less are treated as equally long
+_NOTABLE_INPUT = 0.1  # share of the step time
 _CHOSEN = ("chosen", "runner_up", "least_time", "least_cost", "balanced")  # fields of a choice and of its wire model
 _LIMITS = {"deadline_s": "deadline", "budget_usd": "budget", "max_global_batch_size": "largest global batch"}
 _CONTRADICTION = 1.25
-_IMPLAUSIBLE = 2.0  # in 69 of 72 public grids no pair of all their configurations differs so
+_IMPLAUSIBLE = 2.0  # no pair of configurations reaches this ratio in 69 of 72 public grids
 _RESTS_ON = {
-    "prior": "Nothing of this job has been measured yet, so this is a guess from data sheets and earlier jobs.",
-    "transfer": "Nothing of this job has been measured yet, so this rests on earlier jobs on nodes like these.",
-    "probed": "No run on several nodes has been measured yet: communication is what a probe of these nodes says.",
+    "prior": "No run of this job has been measured yet, so this is a guess from data sheets and earlier jobs.",
+    "transfer": "No run of this job has been measured yet, so this is based on earlier jobs on similar nodes.",
+    "probed": "No run on several nodes has been measured yet, so the communication time is based on a probe.",
     "profiled": "",
 }
 
 
 def recommendation_fields(answer: Answer, cross_validated_error: float | None) -> dict[str, object]:
-    """Return the fields of `wire.Recommendation` that follow from an answer: all but `id`, `job_id` and `created_at`.
+    """Return all fields of `wire.Recommendation` for an answer, except for `id`, `job_id` and `created_at`.
 
-    The recommendation lists candidates with the base options or with launched options; `options` has the expected worth
-    of other options.
-
-    `cross_validated_error` belongs to exactly the runs and the model of this answer, or is None.
+    The recommendation lists only candidates with the base options or with launched options; `options` has the expected
+    effects of all options. `cross_validated_error` must be from the runs and the model of this answer, or None.
     """
     choice, evidence, base = answer.choice, answer.evidence, answer.spec.base_options
     knee, chosen = choice.knee.estimate, choice.chosen
@@ -88,7 +86,7 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
 
 
 def infeasible_fields(analysis: Infeasible) -> dict[str, object]:
-    """Return the fields of `wire.Recommendation` for a job with no candidates left."""
+    """Return the fields of `wire.Recommendation` for a job that has no candidates."""
     reason = analysis.reason
     return {
         "basis": "prior",
@@ -102,7 +100,7 @@ def infeasible_fields(analysis: Infeasible) -> dict[str, object]:
 
 
 def _menu(answer: Answer) -> list[wire.MenuPoint]:
-    """Return the points to choose from, each with the price of an hour saved compared with the next slower point."""
+    """Return the points of the menu, each with the price of every hour that it saves over the next slower point."""
     menu, priced = answer.choice.menu, answer.choice.goal.priced
     chosen = answer.choice.chosen
     return [
@@ -123,18 +121,18 @@ def _menu(answer: Answer) -> list[wire.MenuPoint]:
 def render_candidates(answer: Answer, estimates: Sequence[Estimate]) -> list[wire.Candidate]:
     """Return the estimates as wire candidates with all predictions, in the given order.
 
-    Candidates that would practically never finish because of spot interruptions are left out, since JSON has no
-    infinity.
+    Candidates that would practically never finish because of spot interruptions are omitted, since JSON cannot
+    represent infinity.
     """
     frontier = {estimate.key for estimate in answer.choice.frontier}
-    broken, limits = reversed(answer.choice.excluded), answer.choice.goal.limits  # decisive ones last
+    broken, limits = reversed(answer.choice.excluded), answer.choice.goal.limits  # the decisive limits are last
     breaches = {exclusion.estimate.key: breach(exclusion, limits) for exclusion in broken}
     finite = [estimate for estimate in estimates if math.isfinite(estimate.time_s.mean)]
     return [_candidate(answer, estimate, frontier, breaches) for estimate in finite]
 
 
 def model_report(answer: Answer, cross_validated_error: float | None = None) -> wire.ModelReport:
-    """Return a report on the model behind the predictions, its data and its warnings."""
+    """Return a report on the model that made the predictions, with its data and its warnings."""
     evidence, model = answer.evidence, answer.model
     memory = [note for variant in sorted(evidence.memory.models) for note in evidence.memory.models[variant].notes]
     warnings = [*_warnings(answer), *_unequal_lengths(answer.data.seen_tokens)]
@@ -142,7 +140,7 @@ def model_report(answer: Answer, cross_validated_error: float | None = None) -> 
     warnings += _large_convolutions(answer.data.spec, evidence)
     priced = (answer.data.spec.usd_per_kwh, answer.data.spec.gco2_per_kwh) != (None, None)
     if priced and evidence.rows and not answer.choice.goal.power_w:
-        warnings.append("No run has reported energy, so none is predicted: NVML counts it on NVIDIA devices.")
+        warnings.append("Energy is not predicted because no run has reported it; NVML measures it on NVIDIA devices.")
     if model.basis == "prior":
         warnings += hardware.describe_guesses(answer.data.spec)
     return wire.ModelReport(
@@ -156,7 +154,7 @@ def model_report(answer: Answer, cross_validated_error: float | None = None) -> 
 
 
 def assess_quality(answer: Answer) -> wire.Quality | None:
-    """Assess whether the chosen batch keeps the base batch's accuracy; return None if nothing is chosen."""
+    """Return whether the chosen batch should keep the accuracy of the base batch, or None if no batch was chosen."""
     choice = answer.choice
     guard = choice.goal.guard
     if choice.chosen is None or guard is None:
@@ -181,7 +179,7 @@ def assess_quality(answer: Answer) -> wire.Quality | None:
 
 
 def why(answer: Answer) -> str:
-    """Explain why the candidate wins, how the runner-up differs, what the limits exclude, and the answer's basis."""
+    """Return why the candidate was chosen, how the runner-up differs, what limits exclude, and the answer's basis."""
     choice, objective = answer.choice, OBJECTIVES[answer.objective]
     parts = []
     chosen = choice.chosen
@@ -198,7 +196,7 @@ def why(answer: Answer) -> str:
     counts = Counter(exclusion.limit for exclusion in choice.excluded if exclusion.estimate is not chosen)
     if counts and chosen is not None:
         excluded = ", ".join(f"{limit} {number}" for limit, number in sorted(counts.items()))
-        parts.append(f"Excluded by limits: {excluded} of the candidates.")
+        parts.append(f"Candidates excluded by limits: {excluded}.")
     parts += answer.evidence.crashed
     nearest = nearest_misses(choice)
     parts += [
@@ -208,12 +206,16 @@ def why(answer: Answer) -> str:
     ]
     if objective.needs_efficiency:
         parts.append(
-            f"Time is to the quality of a batch of {answer.base_batch_size}, at a gradient noise scale of "
-            f"{answer.efficiency.noise_scale:,.0f} examples"
-            + (", as profiling saw it; it grows during training." if answer.data.trained_noise_scale is None else ".")
+            f"The time is for the same quality as with a batch of {answer.base_batch_size}, at a gradient noise scale "
+            f"of {answer.efficiency.noise_scale:,.0f} examples"
+            + (
+                ", as measured by profiling runs; it grows during training."
+                if answer.data.trained_noise_scale is None
+                else "."
+            )
             if answer.efficiency is not None
-            else "No run has reported the gradient noise scale (a script with `TulaOptimizer` does), so this is the "
-            "least time alone."
+            else "No run has reported the gradient noise scale (a script with `TulaOptimizer` does), so only the time "
+            "was minimised."
         )
     if chosen is not None:
         parts.append(suggest_learning_rate(answer, chosen.configuration).advice)
@@ -221,28 +223,32 @@ def why(answer: Answer) -> str:
 
 
 def explain_choice(choice: Choice) -> str:
-    """Return the end of a sentence: why the chosen candidate wins or, if none does, which limits would admit one."""
+    """Return why the chosen candidate is best or, if there is none, a sentence that says which limits would admit one.
+
+    The reason is the end of a sentence.
+    """
     chosen, least = choice.chosen, _least(choice)
     if chosen is None:
         limits = ", ".join(sorted({exclusion.limit for exclusion in choice.excluded}))
         return (
-            f"No candidate keeps the limits ({limits}){least and ': '}{least}. Relax one of them or widen the node "
-            "range."
+            f"No candidate meets the limits ({limits}){least and ': '}{least}. Relax a limit or widen the range of "
+            "nodes."
         )
     if not choice.within_limits_is_likely:
-        # Time and cost of one configuration share their error.
+        # The errors of a configuration's time and cost are equal, so the tighter limit determines the probability.
         chance = special.ndtr(choice.goal.limits.margin(chosen))
         return (
-            f"it is the likeliest to keep the limits, with a chance of {chance * 100:.0f} %; "
-            f"none of the candidates keeps them at the upper end of its interval: {least}."
+            f"it is the most likely to meet the limits, with a probability of {chance * 100:.0f} %; "
+            f"no candidate meets them at the upper end of its interval: {least}."
         )
     return choice.merit + (f" Without deadline and budget, {least}." if choice.best_is_excluded else "")
 
 
 def _least(choice: Choice) -> str:
-    """Return the lowest deadline and budget that would admit a candidate, by upper end and by expected value.
+    """Return the time of the fastest and the cost of the cheapest candidate, which the limits would have to allow.
 
-    Candidates ruled out by the largest batch or by interruptions do not count; if no other is left, the text is empty.
+    Candidates that are excluded by the largest batch or by interruptions are ignored. If there are no others, the text
+    is empty.
     """
     barred = choice.barred
     near = [e for e in choice.estimates if e.configuration not in choice.ineligible and e.key not in barred]
@@ -250,7 +256,7 @@ def _least(choice: Choice) -> str:
         return ""
     time_s = min((estimate.time_s for estimate in near), key=lambda value: value.high)
     high = duration(time_s.high)
-    if time_s.high >= 60.0:  # as a deadline is written, since the text is rounded
+    if time_s.high >= 60.0:  # also in seconds, since the text is rounded and a deadline is specified in seconds
         high += f" ({math.ceil(time_s.high):,} s)"
     least = f"the fastest takes {duration(time_s.mean)}, {high} at the upper end"
     if any(exclusion.limit == "budget_usd" for exclusion in choice.excluded):
@@ -260,9 +266,9 @@ def _least(choice: Choice) -> str:
 
 
 def breach(exclusion: Exclusion, limits: Limits) -> str:
-    """Describe how a candidate breaks a limit."""
+    """Return a sentence that says how a candidate exceeds a limit."""
     if exclusion.limit == "interruptions":
-        return "spot interruptions would practically never let it finish."
+        return "it would practically never finish because of spot interruptions."
     if exclusion.limit == "max_global_batch_size":
         batch = exclusion.estimate.configuration.global_batch_size
         return f"its global batch {batch} is above the limit of {limits.max_global_batch_size}."
@@ -272,15 +278,15 @@ def breach(exclusion: Exclusion, limits: Limits) -> str:
         (value, most) for name, value, most in limits.of_totals(exclusion.estimate) if name == exclusion.limit
     )
     mean, high, top = (text(amount) for amount in (value.mean, value.high, most))
-    if top in (mean, high):  # equal after rounding
+    if top in (mean, high):  # the texts are equal after rounding
         mean, high, top = (f"{amount:,.4f} {unit}" for amount in (value.mean, value.high, most))
     if exclusion.certain:
         return f"its expected {what}, {mean}, is above the {said} of {top}."
-    return f"its expected {what} is {mean} of the {said} of {top}, but {high} at the upper end of its interval."
+    return f"its expected {what} is {mean}, but {high} at the upper end of its interval, above the {said} of {top}."
 
 
 def savings(chosen: wire.Candidate | None, candidates: Sequence[wire.Candidate]) -> tuple[float | None, float | None]:
-    """Return the shares of training time saved compared with the smallest and the largest batch on as many nodes."""
+    """Return the shares of time saved relative to the smallest and to the largest batch on the same number of nodes."""
     if chosen is None:
         return None, None
     mine, time_s = chosen.configuration, chosen.total_time_s.value
@@ -294,7 +300,7 @@ def savings(chosen: wire.Candidate | None, candidates: Sequence[wire.Candidate])
 
 
 def describe_configuration(c: Configuration) -> str:
-    """Describe a configuration in a few words."""
+    """Return a short description of a configuration."""
     options = "".join(f", {option(name, value)}" for name, value in c.options)
     return f"{cluster_name(c)} at a global batch of {c.global_batch_size}{options}"
 
@@ -347,7 +353,7 @@ def _candidate(
 
 
 def _energy(answer: Answer, estimate: Estimate) -> dict[str, wire.Estimate]:
-    """Return energy, its price and its CO2 as fields of `wire.Candidate`; empty if no run has reported energy."""
+    """Return the energy, its price and its CO2 as fields of `wire.Candidate`, or none if no run reported energy."""
     kwh, spec = estimate.energy_kwh, answer.data.spec
     if kwh is None:
         return {}
@@ -367,12 +373,12 @@ def _joules_per_example(answer: Answer, estimate: Estimate) -> wire.Estimate | N
 
 
 def _excluded_by(answer: Answer, c: Configuration, fits: float | None) -> str | None:
-    """Return the reason, other than a limit, why this candidate may not be chosen; None if it may.
+    """Return the reason, other than a limit, why this candidate may not be chosen, or None if it may be chosen.
 
     `fits` is the probability that the candidate fits into memory.
     """
     if c in answer.doubtful:
-        return f"it fits into memory with a probability of {percent(fits, digits=0)} only."
+        return f"the probability that it fits into memory is only {percent(fits, digits=0)}."
     if c in answer.choice.ineligible - answer.evidence.failed:
         return "its options were not launched on this cluster."
     if c in answer.evidence.failed:
@@ -381,21 +387,21 @@ def _excluded_by(answer: Answer, c: Configuration, fits: float | None) -> str | 
 
 
 def to_wire_estimate(value: Interval, per: float = 1.0) -> wire.Estimate:
-    """Return a wire interval, in units of `per`."""
+    """Return an interval as a wire estimate, divided by `per`."""
     return wire.Estimate(value=value.mean / per, low=value.low / per, high=value.high / per)
 
 
 def _ratio(amount: float, per: Interval) -> wire.Estimate:
-    """Return `amount` divided by an uncertain duration."""
+    """Return `amount` divided by the uncertain value `per`."""
     return wire.Estimate(value=amount / per.mean, low=amount / per.high, high=amount / per.low)
 
 
 def _warnings(answer: Answer) -> list[str]:
-    """Return warnings about what neither the specification nor the measurements show, each with a remedy."""
+    """Return warnings about information that the specification and the measurements lack, each with a remedy."""
     spec, bounds = answer.data.spec, answer.evidence.memory.max_local_batch_size
     sentences = [
-        f"Nothing bounds the local batch of {name}, so five doublings were tried: give "
-        "cluster.memory_bytes_per_rank or batch.max_local_batch_size."
+        f"Nothing limits the local batch of {name}, so candidates have at most five doublings of the smallest batch; "
+        "set cluster.memory_bytes_per_rank or batch.max_local_batch_size."
         for name in (cluster.instance_type for cluster in spec.cluster)
         if spec.batch.max_local_batch_size is None and Variant(name, spec.base_options) not in bounds
     ]
@@ -404,25 +410,26 @@ def _warnings(answer: Answer) -> list[str]:
             tried = job_data.powers_of_two(cluster.min_nodes, cluster.max_nodes)
             if uneven := [str(nodes) for nodes in tried if total % (nodes * cluster.ranks_per_node)]:
                 sentences.append(
-                    f"{', '.join(uneven)} nodes of {cluster.instance_type} are left out: batch.global_batch_size = "
-                    f"{total} is not a multiple of the number of their ranks."
+                    f"{', '.join(uneven)} nodes of {cluster.instance_type} are excluded, because "
+                    f"batch.global_batch_size = {total} is not a multiple of their number of ranks."
                 )
     if not job_data.has_prices(spec):
         sentences.append(
-            "No price is known, so candidates are ranked by node-hours: give cluster.price to rank them by cost."
+            "No price is known, so candidates are ranked by node-hours; set cluster.price to rank them by cost."
         )
     elif not answer.choice.goal.priced:
         sentences.append(
-            "A price per GB-hour gives no cost before memory is known, so candidates are ranked by node-hours and no "
-            "budget is applied: profile a run, or give model.activation_bytes_per_sample and model.parameters."
+            "The cost cannot be computed from a price per GB-hour before memory is known, so candidates are ranked by "
+            "node-hours and the budget is ignored; profile a configuration, or set model.activation_bytes_per_sample "
+            "and model.parameters."
         )
     return sentences
 
 
 def find_gaps(model: StepTimeModel) -> list[str]:
-    """Return sentences on what the measurements do not show, and on measurements that contradict each other."""
+    """Return sentences about information that the measurements lack, and about contradictory measurements."""
     if model.observations is None:
-        return ["Nothing was measured: every figure comes from hardware data or from other jobs."]
+        return ["Nothing was measured, so every figure comes from hardware data or from other jobs."]
     rows = model.observations.points.rows()
     sentences = [
         f"Repeats at world size {world:.0f} and local batch {batch:.0f} contradict one another "
@@ -432,21 +439,21 @@ def find_gaps(model: StepTimeModel) -> list[str]:
     ]
     sentences += _implausible(list(zip(rows, model.observations.step_time_s.tolist(), strict=True)))
     if len(rows) == 1:
-        sentences.append("One configuration was measured: only the scale is known, all else rests on the prior.")
+        sentences.append("One configuration was measured, so only the scale is known; all other effects are assumed.")
     elif len({batch for _, _, _, batch, _ in rows}) == 1:
-        sentences.append("Every run had the same local batch: the effect of the batch rests on the prior.")
+        sentences.append("All runs had the same local batch, so the effect of the batch is an assumption.")
     if len(rows) > 1 and len({world for _, _, world, _, _ in rows}) == 1:
-        sentences.append("Every run had the same cluster size: the effect of the cluster rests on the prior.")
+        sentences.append("All runs had the same cluster size, so the effect of the cluster is an assumption.")
     return sentences + [
-        f"The form {model.form} of {variant.instance_type} needs two configurations: until then the form overlap "
-        "predicts."
+        f"The form {model.form} of {variant.instance_type} needs two configurations; until two have been measured, the "
+        "form overlap is used."
         for variant, fit in model.paper_fits.items()
         if fit is None
     ]
 
 
 def _implausible(rows: Sequence[tuple[PointKey, float]]) -> list[str]:
-    """Return a warning about the worst pair of runs in which the one with less work took far longer."""
+    """Return a warning about the worst pair of runs of which the one with less work took far longer."""
     pairs = (
         (slow / fast, smaller, larger)
         for smaller, slow in rows
@@ -458,14 +465,14 @@ def _implausible(rows: Sequence[tuple[PointKey, float]]) -> list[str]:
         return []
     said = [f"{n:.0f} node{'s' if n > 1 else ''} at local batch {batch:.0f}" for _, n, _, batch, _ in (smaller, larger)]
     return [
-        f"A step of {said[0]} took {multiple(ratio)} times as long as one of {said[1]}, which has more to do: one of "
-        "them ran under other conditions (threads of a process, other work on the node); measure both again (tula tune "
-        "--again)."
+        f"A step of {said[0]} took {multiple(ratio)} times as long as one of {said[1]}, which has more work to do. The "
+        "two runs had different conditions (threads of a process, other work on the node); measure both again with "
+        "`tula tune --again`."
     ]
 
 
 def _has_less_to_do(one: PointKey, other: PointKey) -> bool:
-    """Return True if `one` has fewer nodes or a smaller batch, and is equal otherwise."""
+    """Return True if `one` has either fewer nodes or a smaller batch than `other`, and is otherwise equal."""
     (variant, nodes, world, batch, steps), (other_variant, other_nodes, other_world, other_batch, other_steps) = (
         one,
         other,
@@ -479,13 +486,13 @@ def _unequal_lengths(seen: Sequence[float]) -> list[str]:
     if not seen or max(seen) - min(seen) <= _EQUAL_LENGTHS * (mean := fmean(seen)):
         return []
     return [
-        f"Batches had {min(seen):.0f} to {max(seen):.0f} tokens an example: step times are of their mean, {mean:.0f}, "
-        "so measure enough steps to cover all lengths, or group examples of similar length."
+        f"Batches had {min(seen):.0f} to {max(seen):.0f} tokens per example, and step times are for their mean, "
+        f"{mean:.0f}; measure enough steps to cover all lengths, or group examples of similar length."
     ]
 
 
 def _waits_for_data(answer: Answer) -> list[str]:
-    """Return a warning with the chosen candidate's wait for data, and the saving if the wait ended."""
+    """Return a warning that the chosen candidate waits for data, with the time and cost that this wait causes."""
     chosen = answer.choice.chosen
     if chosen is None:
         return []
@@ -496,25 +503,25 @@ def _waits_for_data(answer: Answer) -> list[str]:
     if answer.choice.goal.priced:
         saved += f" and {money(share * chosen.cost_usd.mean)} of {money(chosen.cost_usd.mean)}"
     return [
-        f"{_named(chosen)} waits for data {percent(share, digits=0)} of the time, which no batch size helps: more or "
-        f"faster workers of the data loader would save up to {saved}."
+        f"{_named(chosen)} waits for data {percent(share, digits=0)} of the time, which no batch size can change; more "
+        f"or faster workers of the data loader would save up to {saved}."
     ]
 
 
 def _large_convolutions(spec: wire.JobSpec, evidence: Evidence) -> list[str]:
-    """Return a warning that names the local batches for which cuDNN uses slower kernels in a large convolution."""
+    """Return a warning if some local batches are so large that cuDNN uses slower kernels for a convolution."""
     elements = spec.model.convolution_elements_per_sample
     if elements is None or all(c.local_batch_size * elements < hardware.MANY_ELEMENTS for c in evidence.candidates):
         return []
     first = math.ceil(hardware.MANY_ELEMENTS / elements)
     return [
-        f"From a local batch of {first} on, a convolution has 2^31 elements or more, for which cuDNN takes slower "
-        "kernels (an H100 took 18 to 39 % longer for each example): measure such a batch, or take micro-steps instead."
+        f"With a local batch of {first} or more, a convolution has at least 2^31 elements, for which cuDNN uses slower "
+        "kernels (an H100 took 18 to 39 % longer per example); measure such a batch, or use micro-steps instead."
     ]
 
 
 def _memory_of_chosen(answer: Answer) -> list[str]:
-    """Return a warning if the chosen local batch has not run, or if it ran on a full device."""
+    """Return a warning if the chosen local batch has not run for three steps, or if it ran on a full device."""
     chosen, memory = answer.choice.chosen, answer.evidence.memory
     if chosen is None or not answer.evidence.rows:
         return []
@@ -523,23 +530,23 @@ def _memory_of_chosen(answer: Answer) -> list[str]:
         return [f"Unproved: no run has taken three steps of {_named(chosen)} or of a larger local batch; measure it."]
     if retries := memory.retries(c):
         return [
-            f"The device was full {retries} times when {_named(chosen)} ran, and its steps waited for memory: take a "
+            f"The device was full {retries} times when {_named(chosen)} ran, so its steps waited for memory; use a "
             "smaller local batch (batch.max_local_batch_size)."
         ]
     return []
 
 
 def _smaller_batch(choice: Choice, chosen: Estimate) -> str:
-    """Return why the batch was kept small, and how the fastest candidate, which has a larger batch, differs."""
+    """Return why a smaller batch was chosen than the fastest candidate's, and how this candidate differs."""
     quick = choice.least_time
     if quick is None or quick.configuration.global_batch_size <= chosen.configuration.global_batch_size:
         return ""
     other = "" if quick is choice.runner_up else f" {_named(quick)} {_difference(choice, chosen, quick)};"
-    return f"Larger batches tend to generalise worse:{other} ask for time or cost where quality can bear it."
+    return f"Larger batches tend to generalise worse;{other} use the objective time or cost if you accept this."
 
 
 def _max_sensible_batch_size(answer: Answer) -> int | None:
-    """Return the largest batch that the gradient noise supports, or None if only the start of runs has shown it."""
+    """Return the largest batch that the gradient noise supports, or None if only short runs have measured the noise."""
     if answer.efficiency is None or answer.data.settled_noise_scale is None:
         return None
     return answer.efficiency.max_sensible_batch_size
@@ -548,7 +555,7 @@ def _max_sensible_batch_size(answer: Answer) -> int | None:
 def suggest_learning_rate(
     answer: Answer, c: Configuration, efficiency: StatisticalEfficiency | None = None
 ) -> LearningRate:
-    """Return the learning rate of a configuration, from `efficiency` or else the whole training's efficiency."""
+    """Return the learning rate of a configuration at `efficiency`, which is the answer's efficiency by default."""
     batch, base, efficiency = c.global_batch_size, answer.base_batch_size, efficiency or answer.efficiency
     by_noise_scale = None if efficiency is None else efficiency.learning_rate_factor(batch)
     return LearningRate(
@@ -562,7 +569,7 @@ def suggest_learning_rate(
 
 
 def nearest_misses(choice: Choice) -> dict[str, Exclusion]:
-    """Return, for each limit that excludes candidates, the candidate that exceeds it least; among equals, the best.
+    """Return the candidate that exceeds each limit least; a tie is decided by the value of the objective.
 
     Candidates that no deadline or budget would admit come last, since they do not narrowly miss either limit.
     """
@@ -579,7 +586,7 @@ def nearest_misses(choice: Choice) -> dict[str, Exclusion]:
 
 
 def _difference(choice: Choice, chosen: Estimate, other: Estimate) -> str:
-    """Describe how another candidate differs from the chosen one in time, cost and batch."""
+    """Return a description of how another candidate differs from the chosen one in time, cost and batch."""
     parts = [f"takes {_compared(other.time_s.mean / chosen.time_s.mean, 'as long', 'longer', 'less time')}"]
     if choice.goal.priced and chosen.cost_usd.mean > 0:
         parts.append(f"costs {_compared(other.cost_usd.mean / chosen.cost_usd.mean, 'as much', 'more', 'less')}")

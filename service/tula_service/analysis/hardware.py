@@ -1,4 +1,4 @@
-"""Looks up a job's network, devices and links in its specification, data sheets, probes and power readings."""
+"""Collects figures of a job's network, devices and links from its specification, data sheets, probes and readings."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ _FLOPS_PER_PARAMETER = 300.0
 _UNKNOWN_FLOPS_SD = 1.0
 _COUNTED = ("precision", "parameters", "activation_bytes_per_sample")
 BYTES_PER_NUMBER = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0}
-RECOMPUTED: Final = 4.0 / 3.0  # a second forward pass, besides a forward pass and a backward pass twice as long
+RECOMPUTED: Final = 4.0 / 3.0  # factor of a second forward pass, if a backward pass takes twice as long
 _GUESS: Final = (4.15, 1.02, -0.61)
-"""log(bytes kept / bytes per number) = g0 + g1 log F + g2 log parameters, fitted to the networks in the tables that
-`perfmodel.priors` names.
+"""The coefficients of log(bytes kept / bytes per number) = g0 + g1 log F + g2 log parameters.
+
+They were fitted to the networks in the tables that `perfmodel.priors` names.
 """
 _GUESSED_ACTIVATIONS_SD: Final = 0.3
 _READ_AND_WRITTEN: Final = 2.0
 _HALF: Final = ("bf16", "fp16")
-_LEAST_POWER_SD: Final = 0.1  # of the logarithm of power between configurations
+_LEAST_POWER_SD: Final = 0.1  # of the logarithm of the power of different configurations
 _OTHER_TYPE_POWER_SD: Final = 0.5
 MANY_ELEMENTS: Final = 2**31
 _SDS_TO_THE_END: Final = 1.645
@@ -45,7 +46,7 @@ _LOG_BYTES: Final = (0.0, 60.0 * math.log(2.0))
 class EarlierFigures:
     """An earlier job with the facts of its network.
 
-    `types` has the name and hardware of each of its instance types, and True if this job uses the same hardware.
+    `types` has the name and the hardware of each of its instance types, and True if the present job uses this hardware.
     """
 
     job: EarlierJob
@@ -55,11 +56,11 @@ class EarlierFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of a job and earlier jobs from specifications, data sheets and probes, as input to the performance model.
+    """Figures of a job and of earlier jobs from specifications, data sheets and probes, for the performance model.
 
-    Four fields are keyed by instance type: `hardware`; `fabrics`, the probed links of nodes like the job's; `power_w`,
-    the power of a rank's device (for all types or none); and `slow_from`, the result of the function of that name.
-    `earlier` lists earlier jobs, newest first.
+    Four fields have an entry per instance type: `hardware`; `fabrics` with the links as probed on equal nodes;
+    `power_w` with the power of a rank's device, for all types or none; and `slow_from`, which the function `slow_from`
+    describes. `earlier` has the earlier jobs, newest first.
     """
 
     facts: ModelFacts
@@ -71,7 +72,7 @@ class Figures:
 
 
 def look_up_figures(data: JobData) -> Figures:
-    """Return the figures of a job and of earlier jobs from which it may learn."""
+    """Return the figures of a job and of the earlier jobs whose results it can use."""
     spec = data.spec
     probed = {cluster.instance_type: fit_fabric(data.probes, cluster) for cluster in spec.cluster}
     fabrics = {name: fabric for name, fabric in probed.items() if fabric is not None}
@@ -102,10 +103,10 @@ def look_up_figures(data: JobData) -> Figures:
 
 
 def look_up_hardware(cluster: wire.ClusterSpec, precision: Precision | None = None) -> Hardware:
-    """Return the figures of an instance type, with the peak at `precision`.
+    """Return the figures of an instance type, with the arithmetic peak at `precision`.
 
-    A figure is None if it is in neither the specification nor the data sheets. V100-16GB and Tesla V100 are the same
-    device; the processors of two instance types count as different devices.
+    A figure is None if it is in neither the specification nor the data sheets. Different names of a device, such as
+    V100-16GB and Tesla V100, are treated as equal; the processors of two instance types are treated as different.
     """
     name = cluster.device
     if cluster.accelerator is None or name == PROCESSOR:
@@ -115,17 +116,17 @@ def look_up_hardware(cluster: wire.ClusterSpec, precision: Precision | None = No
     if name is None:
         return Hardware(inter_node_gbps=cluster.network_gbps, device=key)
     device = DEVICES[name]
-    # The specification does not say whether a rank's share of a processor is one core or forty.
+    # It is unknown how many cores of a processor a rank uses: one or forty, for example.
     uncertain = _PROCESSOR_SD if name == PROCESSOR else 0.0
-    # Jobs that were registered before this was checked may name a precision that the device lacks.
+    # Jobs that were registered before precisions were checked may have a precision that the device does not support.
     peak = device.peak if precision is None else device.tflops[precision] or device.fp32
     return Hardware(peak, cluster.network_gbps, device.memory_gb_per_s, uncertain, key)
 
 
 def same_hardware(one: wire.ClusterSpec | wire.FabricProbe, other: wire.ClusterSpec) -> bool:
-    """Return True if both name the same hardware.
+    """Return True if both specify the same hardware.
 
-    If neither names any hardware, the ranks per node must also be equal, and the memory too if both are clusters.
+    If neither names any hardware, the ranks per node must also be equal and, if both are clusters, the memory as well.
     """
     if any(getattr(one, name) != getattr(other, name) for name in ("instance_type", "accelerator", "network_gbps")):
         return False
@@ -137,15 +138,15 @@ def same_hardware(one: wire.ClusterSpec | wire.FabricProbe, other: wire.ClusterS
 
 
 def read_facts(model: wire.ModelSpec) -> ModelFacts:
-    """Return the specified facts about a network, and guesses with their uncertainty for missing facts."""
+    """Return the facts about a network, with guesses and their uncertainty for facts that are not specified."""
     parameters = float(model.parameters or _UNKNOWN_PARAMETERS)
     counted_flops = model.flops_per_sample
-    # The wire counts forward and backward, the performance model one forward pass.
+    # The FLOPs in a specification are those of a forward and a backward pass; the performance model needs one forward
+    # pass.
     flops = _FLOPS_PER_PARAMETER * parameters if counted_flops is None else counted_flops / 3.0
     devices = job_data.devices_per_replica(model)
     again = RECOMPUTED if model.activation_checkpointing else 1.0
-    # The memory of a checkpointed network says little about its computation, so the count is not used for such a
-    # network.
+    # With activation checkpointing, the bytes that are kept say little about the computation, so they are not used.
     counted = None if model.activation_checkpointing else model.activation_bytes_per_sample
     transposed_bytes = None
     if model.transposed_elements_per_sample is not None and model.precision in _HALF:
@@ -169,7 +170,7 @@ def read_facts(model: wire.ModelSpec) -> ModelFacts:
 
 
 def _guessed_activation_bytes(flops_per_sample: float, parameter_count: float, bytes_per_number: float) -> float:
-    """Return a guess, good to a factor of about two, of the bytes that a sample keeps for the backward pass."""
+    """Return a guess of the bytes per sample that are kept for the backward pass, within a factor of about two."""
     of_flops, of_parameters = math.log(max(flops_per_sample, 1e-300)), math.log(parameter_count)
     guess = _GUESS[0] + _GUESS[1] * of_flops + _GUESS[2] * of_parameters + math.log(bytes_per_number)
     return math.exp(min(max(guess, _LOG_BYTES[0]), _LOG_BYTES[1]))
@@ -178,8 +179,8 @@ def _guessed_activation_bytes(flops_per_sample: float, parameter_count: float, b
 def slow_from(model: wire.ModelSpec, clusters: Sequence[wire.ClusterSpec]) -> dict[str, float]:
     """Return the smallest local batch at which a convolution has 2^31 elements, by instance type.
 
-    From that batch on, cuDNN uses slower kernels. Only known GPUs have an entry, since processors have no such limit
-    and other devices are unknown. Without a count of elements, the result is empty.
+    For this batch and larger ones, cuDNN uses slower kernels. Only known GPUs have an entry, since processors have no
+    such limit and other devices are unknown. If the number of elements is unknown, the result is empty.
     """
     elements = model.convolution_elements_per_sample
     if elements is None:
@@ -189,55 +190,55 @@ def slow_from(model: wire.ModelSpec, clusters: Sequence[wire.ClusterSpec]) -> di
 
 
 def describe_guesses(spec: wire.JobSpec) -> list[str]:
-    """Return a sentence with a remedy for each fact about the job that the first prediction has to guess."""
+    """Return a sentence with a remedy for each fact about the job that had to be guessed for the first prediction."""
     sentences = []
     if spec.model.flops_per_sample is None:
-        sentences.append("The model's FLOPs per sample are unknown and were guessed: give model.flops_per_sample.")
+        sentences.append("The model's FLOPs per sample are unknown and were guessed; set model.flops_per_sample.")
     if spec.model.transposed_elements_per_sample and spec.model.precision in _HALF:
         sentences.append(
-            f"Convolutions in {spec.model.precision} convert images from channels-first memory and back, which the "
-            "guess counts: call model.to(memory_format=torch.channels_last), and the same of the images, to save it."
+            f"Convolutions in {spec.model.precision} convert images between memory layouts, and the guess includes "
+            "this time; to save it, convert the model and the images with .to(memory_format=torch.channels_last)."
         )
     names = [f"model.{name}" for name in _COUNTED if getattr(spec.model, name) is None]
     if names:
-        sentences.append(f"The first guess of the step time is wider without {', '.join(names)}: give what is missing.")
+        sentences.append(f"The first guess of the step time is less certain without {', '.join(names)}; set them.")
     for cluster in spec.cluster:
         if look_up_hardware(cluster).peak_tflops is None:
             sentences.append(
-                f"The accelerator of {cluster.instance_type} is not known and its speed was guessed: "
-                "give cluster.accelerator, for example V100-16GB."
+                f"The accelerator of {cluster.instance_type} is unknown and its speed was guessed; "
+                "set cluster.accelerator, for example to V100-16GB."
                 if cluster.accelerator is None
-                else f"{cluster.accelerator} has no data sheet here and its speed was guessed: if it is like one of "
-                f"{', '.join(sorted(DEVICES))}, give that as cluster.accelerator."
+                else f"The service has no data sheet of {cluster.accelerator}, so its speed was guessed; if it is "
+                f"similar to one of {', '.join(sorted(DEVICES))}, set cluster.accelerator to that device."
             )
         if cluster.network_gbps is None and cluster.max_nodes > 1:
-            sentences.append(f"The network of {cluster.instance_type} was guessed: give cluster.network_gbps.")
+            sentences.append(f"The network of {cluster.instance_type} was guessed; set cluster.network_gbps.")
     return sentences
 
 
 def contradiction(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> tuple[str, str] | None:
-    """Return (field, sentence) for a specified precision or capacity that the accelerator lacks, else None."""
+    """Return (field, sentence) if the accelerator lacks the specified precision or memory, or else None."""
     if cluster.device is None:
         return None
     device = DEVICES[cluster.device]
     if model.precision is not None and device.tflops[model.precision] is None:
         has = ", ".join(name for name, peak in device.tflops.items() if peak is not None)
         return "model.precision", (
-            f"{cluster.accelerator} does not compute in {model.precision}: give one of {has}, or correct "
+            f"{cluster.accelerator} does not support {model.precision}: use one of {has}, or correct "
             "cluster.accelerator."
         )
     given = cluster.memory_bytes_per_rank or 0
     most = max(capacities_gib(cluster.accelerator or "", device), default=None)
     if most is not None and given > most * 2**30:
         return "cluster.memory_bytes_per_rank", (
-            f"memory_bytes_per_rank is {size(given)}, and {cluster.accelerator} has at most {most} GiB: "
-            "give what one device has, or correct cluster.accelerator."
+            f"memory_bytes_per_rank is {size(given)}, but {cluster.accelerator} has at most {most} GiB: "
+            "use the memory of one device, or correct cluster.accelerator."
         )
     return None
 
 
 def fit_cost(readings: Sequence[wire.AllReduceReading]) -> AllReduceCost:
-    """Return the line fitted to the readings of one group of ranks."""
+    """Return the cost of an all-reduce, fitted to the readings of one group of ranks."""
     return fit_all_reduce(
         [reading.size_bytes for reading in readings],
         [reading.time_s for reading in readings],
@@ -246,9 +247,9 @@ def fit_cost(readings: Sequence[wire.AllReduceReading]) -> AllReduceCost:
 
 
 def fit_fabric(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) -> Fabric | None:
-    """Return the fabric of the probe with the most ranks on nodes like these, or None without a probe.
+    """Return the fabric measured by the probe with the most ranks on the cluster's hardware, or None without a probe.
 
-    Among equals, the first of `probes` counts.
+    If several probes have the most ranks, the first one is used.
     """
     if not (mine := select_probes(probes, cluster)):
         return None
@@ -258,12 +259,12 @@ def fit_fabric(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) ->
 
 
 def select_probes(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) -> list[wire.FabricProbe]:
-    """Return the probes on nodes like the cluster's."""
+    """Return the probes on hardware that is equal to the cluster's."""
     return [probe for probe in probes if same_hardware(probe, cluster)]
 
 
 def agree(one: wire.FabricProbe, other: wire.FabricProbe) -> bool:
-    """Return True if two probes of the same shape agree within a factor of two on the time of a gradient bucket."""
+    """Return True if two probes have the same shape and their times for a gradient bucket differ by at most 2 times."""
     shapes = {(probe.instance_type, probe.num_nodes, probe.ranks_per_node) for probe in (one, other)}
     costs = (fit_cost(probe.all_ranks) for probe in (one, other))
     times = sorted(cost.latency_s.mean + cost.seconds_per_byte.mean * BUCKET_BYTES for cost in costs)
@@ -273,11 +274,10 @@ def agree(one: wire.FabricProbe, other: wire.FabricProbe) -> bool:
 def build_probe(
     measured: wire.AllReduces, configuration: wire.Configuration, cluster: wire.ClusterSpec
 ) -> wire.FabricProbe | None:
-    """Return the measurements of a run's ranks as a probe of its cluster, or None if the number of ranks does not
-    match.
+    """Return the all-reduces that a run measured as a probe of its cluster, or None if the number of ranks differs.
 
-    The number of nodes comes from the configuration, as for the run's samples. Measurements within a node count only if
-    the ranks saw the same nodes.
+    The number of nodes comes from the configuration, as for the run's samples. The measurements within a node are used
+    only if the ranks reported the same nodes.
     """
     c = configuration
     if measured.num_nodes * measured.ranks_per_node != c.world_size:
@@ -299,9 +299,9 @@ def build_probe(
 def estimate_power(spec: wire.JobSpec, summaries: Sequence[RunSummary]) -> Mapping[str, Interval]:
     """Return the power of a rank's device by instance type, in watts, with 90 % intervals.
 
-    The power of a run is the energy of a step divided by its time, and the power of a type is the geometric mean over
-    its runs. A type without runs gets the mean over all runs, with a wider interval. If no run has reported energy, the
-    result is empty.
+    The power of a run is the energy of a step divided by its time, and the power of an instance type is the geometric
+    mean over its runs. A type without runs has the mean over all runs, with a wider interval. If no run has reported
+    energy, the result is empty.
     """
     read: dict[str, list[float]] = {}
     for summary in summaries:

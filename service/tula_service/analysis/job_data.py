@@ -1,4 +1,4 @@
-"""`JobData`, the complete input of an analysis of one job, and its specification in the performance model's types."""
+"""Defines `JobData`, the input of the analysis of a job, and converts specifications for the performance model."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tula_wire.enums import Objective
 from tula_wire.options import Options
 
 _UNKNOWN_BOUND_DOUBLINGS = 5
-_SETTLED_STEPS = 100  # the noise of the first 30 was 6 times too high or 10 times too low in our experiments
+_SETTLED_STEPS = 100  # the noise scale after 30 steps was 6 times too high or 10 times too low in our experiments
 _MOST_DOUBLINGS = 12
 
 
 @dataclass(frozen=True)
 class EarlierJob:
-    """An earlier job of the same project and its results.
+    """An earlier job of the same project with its results.
 
-    `analysis.transfer.export_posteriors` makes the `posteriors`, by instance type. Each of the `prediction_pairs`
-    belongs to a training run: the step time that the model predicted, both ends of its interval before calibration, and
-    the measured step time, in seconds. `base` contains the options with which these posteriors were learned.
+    `posteriors`, by instance type, were computed by `analysis.transfer.export_posteriors` for the options `base`.
+    `prediction_pairs` has for each training run the step time that the model predicted, both ends of its interval
+    before calibration, and the measured step time, in seconds.
     """
 
     model: wire.ModelSpec
@@ -45,12 +45,12 @@ class EarlierJob:
 class JobData:
     """One version of a job: its specification, its runs with their measurements, and the results of earlier jobs.
 
-    `runs` are in plan order; `summaries` cover the runs that have samples or ran out of memory, oldest first.
-    `earlier_jobs` and `probes` (made on this job's instance types) are ordered newest first. `trained_noise` (newest
-    first), `profiled_noise` and `token_counts` are columns of telemetry of the newest runs. `small_batch_size` (the
-    batch of the learning rate, None if not reported) and `directions` (True if steps are turned) are the last reports
-    of a `TulaOptimizer` in these runs. Failed runs whose key is at most `retried_up_to_key` do not rule out their
-    configuration, since the job was registered again after them. `cross_validated_error` applies to exactly
+    `runs` are in plan order. `summaries` has the runs that have samples or ran out of memory, oldest first.
+    `earlier_jobs` and `probes` (of this job's instance types) have the newest first. `trained_noise` (newest first),
+    `profiled_noise` and `token_counts` are columns of telemetry of the newest runs. `small_batch_size` (the batch of
+    the learning rate, or None if not reported) and `directions` (True if steps are turned) are the last values that a
+    `TulaOptimizer` in these runs reported. Failed runs with a key of at most `retried_up_to_key` do not rule out their
+    configuration, since the job was registered again after them. `cross_validated_error` is valid only for the runs
     `cross_validated_runs` and this version of the model.
     """
 
@@ -74,20 +74,21 @@ class JobData:
 
     @property
     def trained_noise_scale(self) -> float | None:
-        """Return the gradient noise scale of the newest training run that reports one, in examples."""
+        """Return the gradient noise scale, in examples, of the newest training run that reported one, or None."""
         return next(iter(_noise_scales(self.trained_noise)), None)
 
     @property
     def gradient_noise_scale(self) -> float | None:
-        """Return the noise scale of training runs or, before one reports it, the median of profiling runs, in examples.
+        """Return the noise scale, in examples, of a training run or, if there is none, the median of profiling runs.
 
-        A profiling run sees only the start of training, so runs below 100 steps count only if there is no longer one.
+        Since short profiling runs measure only the start of training, those with fewer than 100 steps are used only if
+        there are no longer ones.
         """
         return self.settled_noise_scale or self._noise_scale(least_steps=1)
 
     @property
     def settled_noise_scale(self) -> float | None:
-        """Return the noise scale from runs of at least 100 measured steps, whose start no longer dominates, or None."""
+        """Return the noise scale from runs with at least 100 measured steps, which is settled, or None."""
         return self._noise_scale(least_steps=_SETTLED_STEPS)
 
     def _noise_scale(self, least_steps: int) -> float | None:
@@ -98,17 +99,17 @@ class JobData:
 
     @property
     def seen_tokens(self) -> list[float]:
-        """Return the number of tokens per example that the agents observed, by batch."""
+        """Return the number of tokens per example in each batch that the agents reported."""
         return [float(value) for values in self.token_counts for value in values if 1.0 <= value <= 1e12]
 
     @property
     def tokens_per_example(self) -> float | None:
-        """Return the specified number of tokens per example, else the mean that the agents observed, or None."""
+        """Return the specified number of tokens per example, or else the mean that the agents reported, or None."""
         return self.spec.model.tokens_per_example or (statistics.fmean(seen) if (seen := self.seen_tokens) else None)
 
     @property
     def drift(self) -> str | None:
-        """Return how the newest training run's speed differs from its prediction, or None if it does not."""
+        """Return a sentence on how the speed of the newest training run differs from its prediction, or None."""
         newest = max((run for run in self.runs if run.kind == "train"), key=lambda run: run.key, default=None)
         return None if newest is None else newest.drift_sentence
 
@@ -119,7 +120,7 @@ class JobData:
 
 
 def devices_per_replica(model: wire.ModelSpec) -> int:
-    """Return the number of devices over which a replica of the model is spread."""
+    """Return the number of devices among which a replica of the model is divided."""
     return model.pipeline_stages * model.tensor_parallel_size
 
 
@@ -129,9 +130,9 @@ def has_prices(spec: wire.JobSpec) -> bool:
 
 
 def payable(spec: wire.JobSpec, memory: Collection[Variant]) -> wire.JobSpec:
-    """Return the specification, without its prices if a price is per GB-hour and the memory of a variant is unknown.
+    """Return the specification, without prices if a price is per GB-hour and the memory of a variant is unknown.
 
-    `memory` names the variants whose memory is known.
+    `memory` has the variants whose memory is known.
     """
     by_memory = [c.instance_type for c in spec.cluster if c.price.usd_per_gb_hour]
     if all(Variant(name, options) in memory for name in by_memory for options in spec.varied_combinations):
@@ -140,11 +141,11 @@ def payable(spec: wire.JobSpec, memory: Collection[Variant]) -> wire.JobSpec:
 
 
 def base_batch_size(data: JobData, candidates: Sequence[wire.Configuration]) -> int:
-    """Return the batch for which the learning rate is assumed to be tuned: the script's `small_batch_size`, else the
-    smallest.
+    """Return the global batch for which the learning rate is assumed to be tuned.
 
-    A reported number above all candidates is ignored, since it cannot be a number of examples (a script may count
-    tokens).
+    This is the `small_batch_size` that the script reported or, if there is none, the smallest batch of the candidates.
+    A reported number that is larger than all candidates is ignored, since it is not a number of examples but, for
+    example, of tokens.
     """
     sizes = [c.global_batch_size for c in candidates]
     reported = data.small_batch_size
@@ -159,12 +160,11 @@ def build_goal(
     base_batch_size: int,
     power_w: Mapping[str, Interval] | None = None,
 ) -> Goal:
-    """Return the goal of a choice: the amount of training, and the prices and limits of the specification.
+    """Return the goal of a choice, which has the amount of training, the prices, the limits and an accuracy guard.
 
-    The goal's guard decides which batches keep the accuracy of the base batch. If a run of the script has reported that
-    it turns steps, the guard uses the constants for turned steps. Otherwise they depend on the specified optimizer: the
-    constants of SGD with the policy `gain` and no turned steps, or those of AdamW if the optimizer is not known to be
-    SGD. Without prices, the budget is ignored.
+    If a run of the script has reported that it turns steps, the guard uses the constants for turned steps. Otherwise,
+    the constants depend on the specified optimizer: for SGD, those of the policy `gain` without turned steps, and for
+    all other optimizers, those of AdamW. If there are no prices, the budget is ignored.
     """
     priced = has_prices(spec)
     by_optimizer = SGD if spec.model.optimizer in ("sgd", "momentum") else CAREFUL
@@ -174,7 +174,7 @@ def build_goal(
         list_offers(spec),
         Limits(
             deadline_s=spec.limits.deadline_s,
-            budget_usd=spec.limits.budget_usd if priced else None,  # costs are in USD only with prices
+            budget_usd=spec.limits.budget_usd if priced else None,  # without prices, costs are not in USD
             max_global_batch_size=spec.limits.max_global_batch_size,
         ),
         spot_offers=list_spot_offers(spec),
@@ -196,7 +196,7 @@ def build_goal(
 def list_offers(spec: wire.JobSpec) -> dict[str, Offer]:
     """Return the on-demand prices by instance type.
 
-    Without any price, a node-hour costs 1, so that cost counts node-hours.
+    If there is no price at all, a node-hour costs 1, so that costs are numbers of node-hours.
     """
     prices = {cluster.instance_type: cluster.price for cluster in spec.cluster}
     if not any(is_priced(price) for price in prices.values()):
@@ -219,12 +219,12 @@ def list_spot_offers(spec: wire.JobSpec) -> dict[str, Offer]:
 
 
 def list_candidates(spec: wire.JobSpec, memory_bound: Mapping[Variant, int]) -> tuple[wire.Configuration, ...]:
-    """Return every configuration that may be chosen, sorted.
+    """Return all configurations that may be chosen, sorted.
 
-    `memory_bound` is the largest local batch by variant, for variants that memory limits. It is rounded down to the
-    smallest batch times a power of two, so that a refit does not shift every candidate. Without a bound, the batch is
-    doubled up to five times. A global batch never exceeds the data set. Raises ObservationError if no candidate is
-    left.
+    `memory_bound` has the largest local batch of each variant that memory limits. A bound is rounded down to the
+    smallest batch times a power of two, so that a new fit does not change every candidate. Without a bound, the
+    smallest batch is doubled up to five times. Configurations whose global batch exceeds the data set are omitted.
+    Raises ObservationError if there are no candidates.
     """
     variants = [(cluster, options) for cluster in spec.cluster for options in spec.varied_combinations]
     possible = {
@@ -235,12 +235,12 @@ def list_candidates(spec: wire.JobSpec, memory_bound: Mapping[Variant, int]) -> 
     held = spec.batch.grad_accum_steps
     if not possible and held is not None and spec.batch.global_batch_size is not None:
         raise ObservationError(
-            f"batch: no local batch makes a global batch of {spec.batch.global_batch_size} with grad_accum_steps = "
-            f"{held}; change one of them, batch.max_local_batch_size or the cluster."
+            f"batch: no local batch results in a global batch of {spec.batch.global_batch_size} with grad_accum_steps "
+            f"= {held}; change one of the two, batch.max_local_batch_size or the cluster."
         )
     if not possible:
         raise ObservationError(
-            "batch: no candidates are left; lower min_local_batch_size, raise the batch limit or use a larger "
+            "batch: no candidates are left; lower min_local_batch_size, increase the batch limit or use a larger "
             "instance type."
         )
     most_steps = held or spec.batch.max_grad_accum_steps
@@ -249,23 +249,23 @@ def list_candidates(spec: wire.JobSpec, memory_bound: Mapping[Variant, int]) -> 
         fewest = min(c.grad_accum_steps for c in possible)
         raise ObservationError(
             f"batch: a global batch of {spec.batch.global_batch_size} needs at least {fewest} accumulation steps, but "
-            f"max_grad_accum_steps is {most_steps}; raise it, batch.max_local_batch_size or cluster.max_nodes."
+            f"max_grad_accum_steps is {most_steps}; increase it, batch.max_local_batch_size or cluster.max_nodes."
         )
     fitting = {c for c in accumulated if c.global_batch_size <= spec.dataset.size}
     if not fitting:
         smallest = min(c.global_batch_size for c in accumulated)
         raise ObservationError(
-            f"batch: the smallest global batch, {smallest}, is above the data set of {spec.dataset.size} examples; "
+            f"batch: the smallest global batch, {smallest}, exceeds the data set of {spec.dataset.size} examples; "
             "lower batch.global_batch_size, batch.min_local_batch_size or cluster.min_nodes."
         )
     return tuple(sorted(fitting))
 
 
 def _on(cluster: wire.ClusterSpec, batch: wire.BatchSpec, memory_bound: int | None) -> Iterator[wire.Configuration]:
-    """Yield the configurations on one instance type: powers of two in nodes and in batch, both ends included."""
+    """Yield the configurations on one instance type; nodes and batches are doubled from the smallest to the largest."""
     largest = _largest_batch(batch, memory_bound)
     batches = powers_of_two(batch.min_local_batch_size, largest)
-    # Only the largest batch is accumulated, since the same global batch from smaller ones takes longer.
+    # Accumulation is only combined with the largest batch, since the same global batch takes longer with a smaller one.
     steps = powers_of_two(2, batch.max_grad_accum_steps) if batches else ()
     shapes = [*((size, batch.grad_accum_steps or 1) for size in batches), *((batches[-1], number) for number in steps)]
     for nodes in powers_of_two(cluster.min_nodes, cluster.max_nodes):
@@ -283,7 +283,7 @@ def _on(cluster: wire.ClusterSpec, batch: wire.BatchSpec, memory_bound: int | No
 
 
 def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
-    """Return smallest, 2 * smallest, 4 * smallest ... and always `largest`; empty if largest < smallest."""
+    """Return smallest, 2 * smallest, 4 * smallest ... and `largest`, or nothing if largest < smallest."""
     values = []
     value = smallest
     while value < largest:
@@ -293,7 +293,7 @@ def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
 
 
 def _at_global_batch(batch: wire.BatchSpec, largest: int, per_rank: int, rest: int) -> list[tuple[int, int]]:
-    """Return up to three pairs (local batch, accumulation) whose product is `per_rank`, largest batch first."""
+    """Return up to three pairs (local batch, micro-steps) whose product is `per_rank`, largest batch first."""
     if rest or not per_rank:
         return []
     if (held := batch.grad_accum_steps) is not None:
@@ -314,7 +314,7 @@ def _largest_batch(batch: wire.BatchSpec, memory_bound: int | None) -> int:
 
 
 def is_priced(price: wire.Price) -> bool:
-    """Return True if the instance type has any price."""
+    """Return True if any of the prices is specified."""
     return price.usd_per_node_hour is not None or price.usd_per_gb_hour is not None or price.spot is not None
 
 

@@ -1,6 +1,7 @@
 """Decides what to profile next: which waiting runs to keep, which to cancel, and which to add.
 
-It also computes the cost of the launches so far, including start-up, and of the rest of the plan.
+It also computes the cost of profiling so far, including the start-up of launches, and the expected cost of the
+remaining runs.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from tula_wire.jobs import ProfilingCost
 _DEFAULT_MAX_RUNS = 8
 _RUNS_WITH_OPTIONS, _RUNS_PER_OPTION, _RUNS_PER_FURTHER_TYPE = 4, 2, 2
 _START_UP_S = 30.0
-"""Seconds that a launch takes before and after its steps, assumed until a launch has ended."""
+"""The seconds that a launch is assumed to take besides its steps, until a launch of the job has ended."""
 Span: TypeAlias = tuple[RunRecord, float, float]
-"""A run with the seconds since 1970 at which it began and ended."""
+"""A run with the times, in seconds since 1970, at which it began and ended."""
 
 
 @dataclass(frozen=True)
 class PlanDecision:
-    """The plan for one version of a job's data; `usecases/planning.py` stores it.
+    """The plan for one version of a job's data, which `usecases/planning.py` stores.
 
-    `cancelled` contains the ids of waiting runs to cancel. `predicted_step_time_s` has an entry for each waiting run
-    that stays. `active` is False when profiling is over; then `posteriors` contains the lessons for later jobs, and
-    `cross_validated_error` is the model's error on runs that it has not seen.
+    `cancelled` has the ids of the waiting runs to cancel, and `predicted_step_time_s` has an entry for each waiting run
+    that is kept. `active` is False if profiling is over; `posteriors` then has the results that later jobs can use, and
+    `cross_validated_error` is the model's error on runs that were left out of the fit.
     """
 
     new: tuple[NewRun, ...]
@@ -52,9 +53,9 @@ class PlanDecision:
 
 
 def decide_plan(analysis: Analysis) -> PlanDecision:
-    """Decide what to profile next.
+    """Return the decision what to profile next.
 
-    Runs that have begun continue; a waiting run is kept while it is still worthwhile.
+    Runs that have begun continue, and waiting runs are kept as long as they are worthwhile.
     """
     runs = analysis.data.profile_runs
     waiting = [run for run in runs if run.state == "pending"]
@@ -63,7 +64,7 @@ def decide_plan(analysis: Analysis) -> PlanDecision:
         if isinstance(analysis, Infeasible):
             raise ObservationError(analysis.reason)
         kept, new_plan = _next_runs(analysis, begun, _worth_keeping(analysis, waiting))
-    except ObservationError as error:  # every candidate is infeasible, or failed
+    except ObservationError as error:  # no candidate is feasible, or the runs of all candidates have failed
         return PlanDecision((), tuple(sorted(run.id for run in waiting)), bool(begun), str(error))
     again = _to_repeat(analysis, [run.configuration for run in (*kept, *begun)])
     left = [
@@ -74,9 +75,9 @@ def decide_plan(analysis: Analysis) -> PlanDecision:
     reason = new_plan.stop_reason or (
         _progress(left, analysis.spec.profiling.share_launches)
         if left
-        else f"No further run helps: {explain_choice(analysis.choice)}"
+        else f"No further run would help: {explain_choice(analysis.choice)}"
     )
-    # A repeated run takes the place of the failed one, so that it comes before waiting runs.
+    # A repeated run has the position of the failed run, so that it precedes the waiting runs.
     last = max((run.position for run in analysis.data.profile_runs), default=-1)
     new = [_new(analysis, run.configuration, f"Repeats {run.id}, which failed.", run.position) for run in again]
     new += [
@@ -110,12 +111,12 @@ def _step_time_s(answer: Answer, configuration: Configuration) -> float:
 
 
 def build_instruction(spec: wire.JobSpec) -> dict[str, float]:
-    """Return the instruction for the agent of a profiling run of this job."""
+    """Return the instruction that the agent of a profiling run of this job receives."""
     return spec.profiling.model_dump(include={"profiling_warmup_steps", "measuring_steps", "precision"})
 
 
 def _worth_keeping(answer: Answer, waiting: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the waiting runs that are feasible and whose configuration was not measured by another run."""
+    """Return the waiting runs that are feasible and whose configuration has not been measured by another run."""
     evidence = answer.evidence
     ids = {run.id for run in answer.data.profile_runs if run.state not in FINAL_STATES}
     measured = {configuration for configuration, run_id in evidence.rows if run_id not in ids}
@@ -124,12 +125,12 @@ def _worth_keeping(answer: Answer, waiting: Sequence[RunRecord]) -> list[RunReco
 
 
 def _next_runs(answer: Answer, begun: Sequence[RunRecord], waiting: list[RunRecord]) -> tuple[list[RunRecord], Plan]:
-    """Return the waiting runs to keep, and the plan of runs to add.
+    """Return the waiting runs to keep, and a plan with the runs to add.
 
-    Runs that repeat a failed run, and interrupted runs whose lease expired, are always kept. Other waiting runs are
-    kept while a plan made without them would have at least as many runs, since the design that chose them is then still
-    valid. If that plan has fewer runs or, with shared launches, leaves out a waiting launch, enough has been measured
-    meanwhile, and only waiting runs that are also in that plan are kept.
+    Runs that repeat a failed run, and interrupted runs whose lease has expired, are always kept. To decide about the
+    other waiting runs, a new plan is made without them. If it has at least as many runs as are waiting, the design that
+    chose the waiting runs is still valid, and they are kept. If it has fewer runs or, with shared launches, lacks a
+    waiting launch, enough has been measured meanwhile, and only waiting runs that are in the new plan are kept.
     """
     again = [run.configuration for run in _to_repeat(answer, ())]
     in_use = [*(run.configuration for run in begun), *again]
@@ -147,7 +148,7 @@ def _next_runs(answer: Answer, begun: Sequence[RunRecord], waiting: list[RunReco
 
 
 def _to_repeat(answer: Answer, in_use: Collection[Configuration]) -> list[RunRecord]:
-    """Return the failed runs to repeat that are feasible and not `in_use`; empty once the GPU-seconds are spent."""
+    """Return the failed runs to repeat that are feasible and not `in_use`, or none if the GPU-seconds are spent."""
     budget = _budget(answer.data)
     if budget.max_gpu_seconds is not None and budget.spent_gpu_seconds >= budget.max_gpu_seconds:
         return []
@@ -187,7 +188,7 @@ def _budget(data: JobData) -> PlanBudget:
 
 
 def most_launches(spec: wire.JobSpec) -> int:
-    """Return the maximum number of launches of an adaptive search, or of runs if it does not share launches."""
+    """Return the maximum number of launches of an adaptive search, or of runs if launches are not shared."""
     options = sum(len(values) > 1 for values in spec.varied_options.values())
     further_types = len(spec.cluster) - 1
     with_options = _RUNS_WITH_OPTIONS + _RUNS_PER_OPTION * options + _RUNS_PER_FURTHER_TYPE * further_types
@@ -197,11 +198,12 @@ def most_launches(spec: wire.JobSpec) -> int:
 def profiling_cost(spec: wire.JobSpec, plan: Sequence[RunRecord], now_s: float) -> ProfilingCost:
     """Return the cost of the plan's runs until `now_s` (seconds since 1970), and the expected cost of unfinished runs.
 
-    A launch is expected to take its start-up and its predicted steps. The start-up is the median over the launches that
-    ended after measuring something or, before the first such launch, 30 s. A launch whose leases have expired is
-    assumed to have ended with them and to be repeated; once its runs are leased again, its first attempt is not
-    counted. While launches are left, an adaptive search may add more, up to its cap; each is expected to take as long
-    as the longest and cost as much as the most expensive launch so far.
+    The expected duration of a launch is the sum of its start-up time and its predicted step times. The start-up time is
+    the median over the launches that ended after measuring something or, if there are none yet, 30 s. If the leases of
+    a launch have expired, the launch is assumed to have ended when they did, and its runs will be repeated; once they
+    are leased again, the first attempt is no longer counted. As long as launches remain, an adaptive search may add
+    more launches up to its limit. Each is expected to take as long as the longest launch and to cost as much as the
+    most expensive launch of the plan.
     """
     launches = _launches(plan, spec, now_s)
     start_ups_s = []
@@ -246,7 +248,7 @@ def profiling_cost(spec: wire.JobSpec, plan: Sequence[RunRecord], now_s: float) 
 
 
 def _launches_to_add(spec: wire.JobSpec, plan: Sequence[RunRecord]) -> int:
-    """Return the number of launches that an adaptive search may still add to a plan."""
+    """Return the number of launches that an adaptive search may still add to the plan."""
     if spec.search != "adaptive":
         return 0
     planned = (run.configuration for run in plan if run.state != "cancelled")
@@ -259,9 +261,9 @@ def _launch(run: RunRecord, spec: wire.JobSpec) -> object:
 
 
 def _launches(runs: Iterable[RunRecord], spec: wire.JobSpec, now_s: float | None = None) -> list[list[Span]]:
-    """Return the spans of runs that have begun, grouped by launch; without `now_s`, only of runs that have ended.
+    """Return the spans of all runs that have begun, grouped by launch; if `now_s` is None, only of ended runs.
 
-    The spans of a launch are on one cluster, and each begins before the previous ones have ended.
+    The spans of a launch are on one cluster, and each begins before all previous spans have ended.
     """
     spans, by_place = [], dict[object, list[list[Span]]]()
     for run in runs:
@@ -278,15 +280,15 @@ def _launches(runs: Iterable[RunRecord], spec: wire.JobSpec, now_s: float | None
 
 
 def _taken(spans: Sequence[Span]) -> tuple[Configuration, float]:
-    """Return a configuration of a launch, and the seconds that the launch took."""
+    """Return a configuration of the launch, and the duration of the launch in seconds."""
     return spans[0][0].configuration, max(ended for _, _, ended in spans) - spans[0][1]
 
 
 def _in_steps_s(spans: Sequence[Span]) -> float:
     """Return the seconds that the runs of an ended launch spent in steps.
 
-    A run counts with at most its planned steps, since ranks other than the first also send a few rows, with their
-    memory.
+    At most the planned steps of a run are counted, because its number of samples may be higher: ranks other than the
+    first also send a few samples to report their memory.
     """
     runs = sorted((run for run, _, _ in spans), key=lambda run: run.configuration.local_batch_size)
     counted = [min(run.num_samples, _steps(run.instruction, place > 0)) for place, run in enumerate(runs)]
@@ -294,9 +296,9 @@ def _in_steps_s(spans: Sequence[Span]) -> float:
 
 
 def _ended_s(run: RunRecord, now_s: float | None) -> float | None:
-    """Return the time at which a run that has begun ended, in seconds since 1970.
+    """Return the time at which a run ended, in seconds since 1970.
 
-    A run in progress counts as ending at `now_s`, or when its lease expires if that is earlier.
+    The end of a run in progress is `now_s`, or the end of its lease if this is earlier.
     """
     if run.finished_at is not None:
         return run.finished_at.timestamp()
@@ -304,7 +306,7 @@ def _ended_s(run: RunRecord, now_s: float | None) -> float | None:
 
 
 def _steps(instruction: Mapping[str, float] | None, further: bool = False) -> int:
-    """Return the planned steps of a run; `further` is True if it is not the first of its launch."""
+    """Return the planned number of steps of a run; `further` is True if it is not the first run of its launch."""
     if instruction is None:
         return 1
     warmup_steps = instruction["profiling_warmup_steps"]
@@ -312,7 +314,7 @@ def _steps(instruction: Mapping[str, float] | None, further: bool = False) -> in
 
 
 def _totals(spec: wire.JobSpec, used: Iterable[tuple[Configuration, float]]) -> tuple[float, float | None]:
-    """Return the GPU-seconds and the cost in dollars (None without prices) of using configurations for these times."""
+    """Return the GPU-seconds of configurations used for these times, and their cost in dollars, or None if unknown."""
     prices = {cluster.instance_type: cluster.price.usd_per_node_hour for cluster in spec.cluster}
     unpriced = all(price is None for price in prices.values())
     gpu_seconds, usd = 0.0, 0.0
@@ -325,7 +327,7 @@ def _totals(spec: wire.JobSpec, used: Iterable[tuple[Configuration, float]]) -> 
 
 
 def _progress(waiting: Sequence[Configuration], share_launches: bool) -> str:
-    """Return a sentence with the number of runs left to measure."""
+    """Return a sentence with the number of runs that remain to be measured."""
     total, launches = len(waiting), len(find_launches(waiting))
     within = f" in {launches} launch{'es' if launches != 1 else ''}" if share_launches else ""
     return f"{total} profiling run{'s are' if total != 1 else ' is'} still to be measured{within}."
@@ -334,7 +336,7 @@ def _progress(waiting: Sequence[Configuration], share_launches: bool) -> str:
 def _failures(answer: Answer) -> str:
     """Return a sentence with the number of configurations that failed for reasons other than memory, and the remedy.
 
-    The text is empty if there are none.
+    If there are no such configurations, the text is empty.
     """
     runs = answer.data.profile_runs
     failed = {run.configuration for run in runs if run.state == "failed"} & answer.evidence.failed
@@ -342,6 +344,6 @@ def _failures(answer: Answer) -> str:
         return ""
     single = len(failed) == 1
     return (
-        f" {len(failed)} configuration{'' if single else 's'} failed to run: fix the cause and register the job again "
-        f"to retry {'it' if single else 'them'}."
+        f" {len(failed)} configuration{'' if single else 's'} failed to run; to retry {'it' if single else 'them'}, "
+        "fix the cause and register the job again."
     )

@@ -1,4 +1,4 @@
-"""The three questions that need a fit, as functions on plain data, so that another process can answer them."""
+"""Answers the three questions that need a fit, by functions on plain data that another process can call."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _WITHOUT_IDENTITY: Final = {"id": "", "job_id": "", "created_at": "1970-01-01T00
 class Findings:
     """The part of the answer to "which configuration?" that is stored for one version of a job's data.
 
-    `body` is the JSON of a `wire.Recommendation` without `id`, `job_id` and `created_at`. `savings` contains the shares
-    of time saved compared with the smallest and the largest batch. `run_ids` lists the fitted runs, and `prices` has
-    the specified prices by instance type. `decision` is the plan, or None if the caller did not ask for one.
+    `body` is the JSON of a `wire.Recommendation` without `id`, `job_id` and `created_at`. `savings` has the shares of
+    time that the choice saves relative to the smallest and to the largest batch. `run_ids` has the fitted runs, and
+    `prices` the specified prices by instance type. `decision` is the plan, or None if the caller did not request one.
     """
 
     data_version: int
@@ -48,10 +48,10 @@ class Findings:
 
 
 class WhatIf(BaseModel):
-    """A question about every combination of these values; an empty list stands for all values of the job's candidates.
+    """A question about all combinations of these values; an empty list means all values of the job's candidates.
 
-    `global_batch_size` and `local_batch_size` exclude each other; a global batch must not exceed the data set. The
-    price and the deadline replace the job's own.
+    `global_batch_size` and `local_batch_size` are mutually exclusive, and a global batch must not exceed the data set.
+    The price and the deadline replace those of the job.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -61,14 +61,14 @@ class WhatIf(BaseModel):
     local_batch_size: _Counts = Field([], max_length=64, description="Examples per rank.")
     instance_type: list[str] = Field([], max_length=16, description="Instance types of the job.")
     option: list[str] = Field(
-        [], max_length=MAX_OPTIONS, description="Values of options, as in `precision=bf16`; others as recommended."
+        [], max_length=MAX_OPTIONS, description="Values such as `precision=bf16`; other options are as recommended."
     )
     usd_per_node_hour: float | None = Field(
         None,
         gt=0,
         le=MAX_USD_PER_HOUR,
         allow_inf_nan=False,
-        description="US dollars per node-hour, not the job's.",
+        description="US dollars per node-hour, which replace the job's price.",
     )
     deadline_s: float | None = Field(
         None, gt=0, le=MAX_DURATION_S, allow_inf_nan=False, description="Seconds that the whole training may take."
@@ -76,7 +76,10 @@ class WhatIf(BaseModel):
 
 
 def report_findings(data: JobData, objective: Objective | None = None, plan: bool = False) -> Findings:
-    """Fit once, choose by this objective or the job's own, render and, if `plan`, decide what to profile next."""
+    """Return the findings from one fit, with a decision what to profile next if `plan` is True.
+
+    The default objective is the job's.
+    """
     analysis = analyse(data, objective)
     decision = decide_plan(analysis) if plan else None
     fields = _WITHOUT_IDENTITY | _rendered(analysis, decision)
@@ -107,7 +110,7 @@ def _rendered(analysis: Analysis, decision: PlanDecision | None) -> dict[str, ob
 
 
 def answer_what_if(data: JobData, job_id: str, question: WhatIf) -> str:
-    """Return the JSON of the `wire.Predictions` for every configuration in the question.
+    """Return the JSON of the `wire.Predictions` for all configurations in the question.
 
     Raises InvalidInput if no configuration matches the question, and ObservationError if nothing can be predicted.
     """
@@ -124,7 +127,7 @@ def answer_what_if(data: JobData, job_id: str, question: WhatIf) -> str:
 
 
 def predict_run(data: JobData, configuration: Configuration) -> Estimate | None:
-    """Return the estimate for a run about to start, or None if no model can predict it."""
+    """Return the estimate for a new run, or None if it cannot be predicted."""
     answer = analyse(data)
     return answer.estimate([configuration])[0] if isinstance(answer, Answer) else None
 
@@ -141,7 +144,7 @@ def _specification_at(spec: wire.JobSpec, question: WhatIf) -> wire.JobSpec:
 
 
 def _select_configurations(answer: Answer, question: WhatIf) -> tuple[Configuration, ...]:
-    """Return every configuration in the question, sorted. Raises InvalidInput if there are none or too many."""
+    """Return all configurations in the question, sorted. Raises InvalidInput if there are none or too many."""
     spec, size = answer.data.spec, answer.data.spec.dataset.size
     _check(spec, question)
     chosen = answer.choice.chosen
@@ -156,14 +159,15 @@ def _select_configurations(answer: Answer, question: WhatIf) -> tuple[Configurat
             configurations |= _on_cluster(cluster, nodes, spec.batch.grad_accum_steps, candidates, question, options)
             if len(configurations) > MOST_CONFIGURATIONS:
                 raise InvalidInput(
-                    f"This asks for more than {MOST_CONFIGURATIONS} configurations: ask for fewer.", field="num_nodes"
+                    f"This request has more than {MOST_CONFIGURATIONS} configurations: use fewer values.",
+                    field="num_nodes",
                 )
     fitting = {c for c in configurations if c.global_batch_size <= size}
     if not configurations:
         ranks = {cluster.ranks_per_node for cluster in spec.cluster}
         worlds = sorted({nodes * number for nodes in question.num_nodes or (1,) for number in ranks})
         most = max(cluster.max_nodes for cluster in spec.cluster)
-        beyond = f" The job goes up to {most} nodes." if max(question.num_nodes, default=0) > most else ""
+        beyond = f" The job has at most {most} nodes." if max(question.num_nodes, default=0) > most else ""
         raise InvalidInput(
             "No configuration has this global batch: it must be a multiple of the number of ranks "
             f"({', '.join(map(str, worlds))}).{beyond}",
@@ -180,7 +184,7 @@ def _check(spec: wire.JobSpec, question: WhatIf) -> None:
     largest = max(question.global_batch_size, default=0)
     if largest and question.local_batch_size:
         raise InvalidInput(
-            "Give global_batch_size or local_batch_size, not both: each follows from the other.",
+            "global_batch_size and local_batch_size are mutually exclusive: use only one of them.",
             field="local_batch_size",
         )
     if largest > spec.dataset.size:
@@ -189,7 +193,7 @@ def _check(spec: wire.JobSpec, question: WhatIf) -> None:
     for name in question.instance_type:
         if name not in types:
             raise InvalidInput(
-                f"Instance type {name!r} is not in this job's cluster: use {', '.join(types)}.", field="instance_type"
+                f"Instance type {name!r} is not in this job's cluster: use {' or '.join(types)}.", field="instance_type"
             )
 
 
@@ -199,7 +203,7 @@ def _select_options(spec: wire.JobSpec, question: WhatIf, recommended: Options) 
     for text in question.option:
         name, equals, value = text.partition("=")
         if not equals:
-            raise InvalidInput(f"{text!r} names no value of an option: write name=value.", field="option")
+            raise InvalidInput(f"{text!r} is not the value of an option: write name=value.", field="option")
         asked[name] = value
     try:
         return complete(spec.options, tuple((dict(recommended) | asked).items()))
@@ -215,9 +219,10 @@ def _on_cluster(
     question: WhatIf,
     options: Options,
 ) -> set[Configuration]:
-    """Return the configurations in the question on `nodes` nodes of one instance type: candidates, and others by batch.
+    """Return the configurations in the question on `nodes` nodes of one instance type.
 
-    `held` is the number of micro-steps per step if the job's script fixes it.
+    They are the matching candidates, and configurations with the batches in the question. `held` is the number of
+    micro-steps per step if the job's script fixes it.
     """
     world, totals = nodes * cluster.ranks_per_node * (held or 1), question.global_batch_size
     batches = question.local_batch_size or [total // world for total in totals if total % world == 0]
@@ -241,7 +246,7 @@ def _on_cluster(
 
 def _too_large(total: int, size: int, field: str) -> InvalidInput:
     return InvalidInput(
-        f"A global batch of {total} is more than the data set's {size} examples, so that no epoch has a whole step: "
-        f"ask for a smaller {field}.",
+        f"A global batch of {total} exceeds the data set of {size} examples, so an epoch would have no complete step: "
+        f"use a smaller {field}.",
         field=field,
     )

@@ -1,6 +1,6 @@
-"""Gradient scaling: the noise scale, the worth of an example in a larger batch, and the rule for a batch. Pure.
+"""Computes the gradient noise scale, the progress per example in a larger batch, and the learning rate of a batch.
 
-The rule for the learning rate of a larger batch is the best one in our experiments on such networks
+All functions are pure. The rule for the learning rate is the one that was best for such networks in our experiments
 (`experiments/generalization/results/quick.json`).
 """
 
@@ -21,11 +21,11 @@ from tula_wire.format import multiple
 from tula_wire.jobs import ScalingRule
 
 MOST_TIMES = 16.0
-"""The largest ratio of batches in the experiments; beyond it, the advice says so."""
+"""The largest ratio of batches in the experiments; the advice for a larger ratio mentions this limit."""
 PARTS = 20
-"""Number of equal parts of a training run's examples; a `NoiseCurve` has a value for each part."""
+"""The number of equal parts into which a training run's examples are divided; a `NoiseCurve` has a value for each."""
 LEAST_COVERED = 0.9
-"""Share of a training run's examples that its telemetry must cover for the run to count as measured throughout."""
+"""The share of a training run's examples that its telemetry must cover at least for a `NoiseCurve` with values."""
 _AS_LOW, _LOST_POINTS = 1.05, 1.0
 _MEASURED_OPTIMIZERS = ("sgd", "momentum", "adam")
 _MIN_VALUES, _MIN_BLOCKS, _Z_90 = 8, 4, 1.6448536269514722
@@ -34,11 +34,11 @@ _MIN_VALUES, _MIN_BLOCKS, _Z_90 = 8, 4, 1.6448536269514722
 def estimate_noise_scale(values: ArrayLike) -> Interval | None:
     """Return B_noise = tr(Sigma) / |G|^2 in examples, from a run's `gradient_noise_scale` in step order.
 
-    The estimate is the geometric mean over the later half of the run, since errors of a ratio are factors and the ratio
-    grows during training (McCandlish et al. 2018, figure 4). The 90 % interval comes from means of blocks of about
-    sqrt(n) steps, because neighbouring values share a moving average. Values that are not finite or not positive (steps
-    without a measurable signal) are left out. The result is None if they are the majority, since the noise scale is
-    then too high for the run to measure, and with fewer than eight values.
+    The estimate is a mean over the second half of the run, because the ratio grows during training (McCandlish et al.
+    2018, figure 4). The mean is geometric, because the errors of a ratio are factors. The 90 % interval comes from
+    means of blocks of about sqrt(n) steps, because neighbouring values share a moving average. Values that are not
+    finite or not positive are from steps without a measurable signal, and are ignored. The result is None if they are
+    the majority, since the noise scale is then too high to be measured, or if there are fewer than eight values.
     """
     column = np.asarray(values, dtype=np.float64).ravel()
     tail = column[column.size // 2 :]
@@ -55,10 +55,10 @@ def estimate_noise_scale(values: ArrayLike) -> Interval | None:
 
 @dataclass(frozen=True)
 class NoiseCurve:
-    """The gradient noise scale over a training run, in examples: one value for each of `PARTS` parts of its examples.
+    """The gradient noise scale during a training run, in examples, with a value for each of `PARTS` parts of the run.
 
-    `values` is empty if too few parts have a measurement, or if `covered`, the share of the examples that the telemetry
-    covers, is too small.
+    `covered` is the share of the run's examples that the telemetry covers. If it is too small, or if too few parts have
+    a measurement, `values` is empty.
     """
 
     run_id: str
@@ -69,11 +69,11 @@ class NoiseCurve:
 def noise_curve(
     run_id: str, steps: ArrayLike, values: ArrayLike, *, global_batch_size: int, examples: float
 ) -> NoiseCurve:
-    """Return the noise scale over a training run of `examples` examples from its telemetry, both columns of shape (n,).
+    """Return the noise scale during a training run of `examples` examples from two columns of telemetry, shape (n,).
 
-    The value of a part is the geometric mean of its steps. If most steps of a part show no signal, its noise is too
-    high for the run to measure, and it gets the value of the previous part; parts before the first measured value get
-    that value.
+    The value of a part is the geometric mean over its steps. If most steps of a part have no signal, its noise is too
+    high to be measured, and the part has the value of the previous part. Parts before the first measured part have the
+    value of that part.
     """
     begun = np.asarray(steps, dtype=np.float64).ravel() * global_batch_size / examples
     column = np.asarray(values, dtype=np.float64).ravel()
@@ -95,40 +95,39 @@ def noise_curve(
 
 @dataclass(frozen=True)
 class StatisticalEfficiency:
-    """The worth of a global batch B at a noise scale, both in examples, relative to the base batch B_0."""
+    """The statistical efficiency of a global batch B relative to the base batch B_0, at a noise scale in examples."""
 
     noise_scale: float
     base_batch_size: float
 
     def of(self, global_batch_size: float) -> float:
-        """Return the progress per example, which is 1 at B_0 and decreases with B.
+        """Return the progress per example, (B_noise + B_0) / (B_noise + B) (Pollux 2021, equation 7).
 
-        It is (B_noise + B_0) / (B_noise + B) (Pollux 2021, equation 7).
+        It is 1 at B_0 and decreases with B.
         """
         return (self.noise_scale + self.base_batch_size) / (self.noise_scale + global_batch_size)
 
     def learning_rate_factor(self, global_batch_size: float) -> float:
-        """Return the factor by which the policy `gain` raises the learning rate of the base batch, at most B / B_0.
+        """Return the factor by which the policy `gain` increases the learning rate of the base batch, at most B / B_0.
 
-        It is (1 + c N / B_0) / (1 + c N / B) with N = `noise_scale` and c = NOISE_WEIGHT (AdaScale's gain has c = 1).
+        It is (1 + c N / B_0) / (1 + c N / B), where N = `noise_scale` and c = NOISE_WEIGHT. AdaScale's gain has c = 1.
         """
         weighted = NOISE_WEIGHT * self.noise_scale
         return (1.0 + weighted / self.base_batch_size) / (1.0 + weighted / global_batch_size)
 
     @property
     def max_sensible_batch_size(self) -> int:
-        """Return the largest batch B at which an example has half its worth at the base batch: B_noise + 2 B_0."""
+        """Return B_noise + 2 B_0, the batch at which the progress per example is half of that at the base batch."""
         return int(self.noise_scale + 2.0 * self.base_batch_size + 1e-9)
 
 
 @dataclass(frozen=True)
 class LearningRate:
-    """The learning rate of a global batch that is `times` the base batch, against the rate of the base batch.
+    """The learning rate of a global batch that is `times` the base batch, relative to the rate of the base batch.
 
-    `by_noise_scale` is the gain, whose square root applies under Adam, as in `TulaOptimizer`; None while the noise
-    scale, on which the gain depends, is unknown. `settled` is True if the noise scale comes from a run of at least 100
-    steps rather than from the start of one. `divided` is True if several ranks or micro-steps share a step, so that
-    `TulaOptimizer` can compare their gradients.
+    `by_noise_scale` is the gain, or None if the noise scale is unknown; as in `TulaOptimizer`, Adam uses its square
+    root. `settled` is True if the noise scale was measured by a run of at least 100 steps rather than a shorter one.
+    `divided` is True if a step has several ranks or micro-steps, whose gradients `TulaOptimizer` can compare.
     """
 
     model: wire.ModelSpec
@@ -140,16 +139,16 @@ class LearningRate:
 
     @property
     def rule(self) -> ScalingRule | None:
-        """Return the rule by which to scale the rate.
+        """Return the rule that scales the learning rate.
 
-        Returns None at the base batch, if a single rank takes one micro-step per step, and for optimizers without
-        experiments.
+        The result is None for the base batch, for a single rank with one micro-step, and for optimizers that our
+        experiments did not include.
         """
         return "gain" if self.times > 1.0 and self.divided and self.model.optimizer in _MEASURED_OPTIMIZERS else None
 
     @property
     def factor(self) -> float | None:
-        """Return the rate relative to the base batch's rate, or None if the noise scale is unknown."""
+        """Return the ratio of the learning rate to that of the base batch, or None if the noise scale is unknown."""
         if self.times <= 1.0 or not self.divided:
             return 1.0
         gain = self.by_noise_scale
@@ -157,30 +156,30 @@ class LearningRate:
 
     @property
     def advice(self) -> str:
-        """Return advice on how to scale the base batch's learning rate, in words; empty at the base batch."""
+        """Return a sentence on how to scale the learning rate of the base batch; it is empty for the base batch."""
         if self.times <= 1.0:
             return ""
         start = f"Multiply the learning rate of a batch of {self.base_batch_size} by"
         if not self.divided:
             said = f"{UNDIVIDED[0].upper()}{UNDIVIDED[1:]}."
         elif self.factor is not None:
-            seen = "" if self.settled else " of short runs, which may be several times off"
-            said = f"{start} {multiple(self.factor)}, which follows from the gradient noise scale{seen}: "
-            said += "`TulaOptimizer` raises it step by step; by hand, warm up."
+            seen = "" if self.settled else " of short runs, which may be wrong by a large factor"
+            said = f"{start} {multiple(self.factor)}, which follows from the gradient noise scale{seen}. "
+            said += "`TulaOptimizer` increases the rate step by step; without it, use a warm-up."
         else:
             most = math.sqrt(self.times) if self.model.optimizer == "adam" else self.times
-            said = f"{start} 1 to {multiple(most)}: the gradient noise scale decides, which `TulaOptimizer` measures."
-        if self.times > MOST_TIMES:
-            said += f" No experiment went beyond {MOST_TIMES:g} times the batch"
-            said += (
-                "; try LARS there too." if self.model.batch_normalization and self.model.optimizer != "adam" else "."
+            said = (
+                f"{start} 1 to {multiple(most)}, depending on the gradient noise scale, which `TulaOptimizer` measures."
             )
+        if self.times > MOST_TIMES:
+            said += f" Our experiments used at most {MOST_TIMES:g} times the base batch"
+            said += "; also try LARS." if self.model.batch_normalization and self.model.optimizer != "adam" else "."
         return said
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a training run: global batch, training loss, and accuracy on validation data in per cent."""
+    """The result of a training run: its global batch, its training loss, and its validation accuracy in per cent."""
 
     global_batch_size: int
     loss: float
@@ -188,11 +187,11 @@ class Outcome:
 
 
 def lost_regularisation(outcomes: Sequence[Outcome]) -> str | None:
-    """Return advice if a larger batch fits the training data as well as a smaller one but validates worse, else None.
+    """Return advice if a larger batch has the same training loss as a smaller one but a lower validation accuracy.
 
-    Too few steps cannot explain such a gap, and a rule for the learning rate only makes up for too few steps. The best
-    of the runs with the smallest batch is compared with each larger batch; the tolerances are 5 % of the loss and one
-    percentage point of accuracy.
+    Too few steps cannot be the cause of this difference, so a rule for the learning rate cannot remove it. The best of
+    the runs with the smallest batch is compared with each larger batch; the tolerances are 5 % of the loss and one
+    percentage point of accuracy. If there is no such difference, the result is None.
     """
     if not outcomes:
         return None
@@ -205,9 +204,9 @@ def lost_regularisation(outcomes: Sequence[Outcome]) -> str | None:
             and lost > _LOST_POINTS
         ):
             return (
-                f"At a global batch of {other.global_batch_size} the training loss ends at {other.loss:.3g}, at "
-                f"{base.global_batch_size} at {base.loss:.3g}, but validation is {lost:.1f} points worse: what is "
-                "missing is regularisation, not steps, and no rule for the step brings it back. More augmentation or "
-                "weight decay, a smaller batch, or micro-steps of the smaller batch for a larger local batch do."
+                f"The training loss ends at {other.loss:.3g} with a global batch of {other.global_batch_size} and at "
+                f"{base.loss:.3g} with {base.global_batch_size}, but validation is {lost:.1f} points worse: the larger "
+                "batch lacks regularisation, not steps, and no learning-rate rule can restore it. Use more "
+                "augmentation or weight decay, a smaller batch, or micro-steps of the smaller local batch."
             )
     return None

@@ -1,16 +1,17 @@
-"""Plans a batch schedule: the batch grows with the gradient noise, in a few stages, each on its best number of nodes.
-Pure.
+"""Plans a batch schedule with a few stages: the batch grows with the gradient noise scale, on the best number of nodes.
 
-1. The noise scale over a training run is known for each part of its examples (`scaling.noise_curve`). The noise scale
-that counts for a part is the least one from there on, so that an early plateau promises nothing and no batch has to
-shrink again. 2. The accuracy guard limits every stage, whatever the objective, based on that noise scale and on the
-steps of a whole training run at the batch. Among the allowed batches, the objective chooses batch and nodes, as in a
-recommendation. 3. Of all ways to divide the run into at most four stages, the objective chooses the best; each change
-of stage costs a relaunch. 4. A schedule is recommended if it is better than the constant recommendation by `WORTH`.
+1. `scaling.noise_curve` returns the noise scale of each part of a training run. The schedule uses the smallest noise
+   scale from a part to the end of the run, so that the batch never has to decrease later.
+2. The accuracy guard limits the batch of every stage under all objectives, based on this noise scale and on the number
+   of steps of a whole training run at the batch. Among the allowed batches, the objective chooses the batch and the
+   nodes, as for a recommendation.
+3. Of all ways to divide the run into at most four stages, the objective chooses the best; each change of the stage
+   costs a relaunch.
+4. The schedule is recommended if it improves the objective by at least `WORTH` over the constant batch.
 
-The idea of increasing the batch as the noise scale grows is from McCandlish et al. (2018, section 5). Merrill et al.
-(2025) measured on OLMo which batches training tolerates, and doubt that the noise scale is a good proxy; hence the
-guard.
+The idea of increasing the batch with the noise scale is from McCandlish et al. (2018, section 5). Merrill et al. (2025)
+measured on OLMo which batches training tolerates, and doubt that the noise scale predicts them, which is why the guard
+also applies.
 """
 
 from __future__ import annotations
@@ -37,16 +38,17 @@ from tula_wire.format import duration, money, percent
 
 MOST_STAGES: Final = 4
 WORTH: Final = 0.02
-"""Share by which a schedule must improve the objective; less is within the error of the predictions."""
+"""The share by which a schedule must improve the objective; a smaller gain is within the error of the predictions."""
 RELAUNCH_S: Final = 120.0
-"""Assumed seconds from the end of a stage to the first step of the next, as in `SpotPrice.restart_s`."""
+"""The assumed seconds from the end of a stage to the first step of the next, as in `SpotPrice.restart_s`."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Parts `first` to `end` (exclusive) of a training run at one configuration.
+    """The parts `first` to `end` (exclusive) of a training run at one configuration.
 
-    `estimate` has the time, cost and energy of this stage alone; `noise_scale` is the least one from its beginning on.
+    `estimate` has the time, cost and energy of this stage; `noise_scale` is the smallest value from the beginning of
+    the stage to the end of the run.
     """
 
     first: int
@@ -57,7 +59,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Ramp:
-    """One to four stages whose batch never shrinks; `total` has the sums over the stages, including relaunches."""
+    """One to four stages whose batches never decrease; `total` has the sums over the stages, including relaunches."""
 
     stages: tuple[Stage, ...]
     total: Estimate
@@ -67,8 +69,8 @@ class Ramp:
 class Ramps:
     """The possible ramps of a training run.
 
-    `noise_scales`, shape (parts,), in examples, belong to equal parts of the training run. The `candidates` are
-    estimates for the whole training run. `goal` has a guard.
+    `noise_scales`, shape (parts,), are the noise scales of equal parts of the training run, in examples. `candidates`
+    are estimates for the whole training run. `goal` must have a guard.
     """
 
     noise_scales: Sequence[float]
@@ -78,12 +80,12 @@ class Ramps:
 
     @cached_property
     def least(self) -> list[float]:
-        """Return the least noise scale from each part on; these values never decrease."""
+        """Return the smallest noise scale from each part to the end of the run; these values never decrease."""
         backwards = np.asarray(self.noise_scales, dtype=np.float64)[::-1]
         return [float(value) for value in np.minimum.accumulate(backwards)[::-1]]
 
     def best(self) -> Ramp | None:
-        """Return the best ramp by the objective, or None if the guard allows no candidate at the start."""
+        """Return the best ramp by the objective, or None if the guard allows no candidate for the first part."""
         chosen = [self._choose(noise) for noise in self.least]
         changes = [part for part in range(1, len(chosen)) if chosen[part] is not chosen[part - 1]]
         ramps = []
@@ -99,14 +101,14 @@ class Ramps:
         return min(ramps, key=lambda r: (self.goal.value(r.total).expected, len(r.stages)), default=None)
 
     def constant(self, estimate: Estimate) -> Ramp:
-        """Return the ramp with a single stage, for comparison with other ramps; the guard does not apply to it."""
+        """Return the ramp with one stage, for comparison with other ramps, without applying the guard."""
         return self._ramp([(estimate, 0, len(self.least))])
 
     def saved(self, ramp: Ramp, constant: Estimate) -> tuple[Interval, Interval]:
         """Return the seconds and the money that a ramp saves over a constant configuration.
 
-        Errors of predictions for different configurations are assumed to be independent; parts that train at the
-        constant configuration save nothing, however large its error.
+        The errors of predictions for different configurations are assumed to be independent. Parts that train at the
+        constant configuration are ignored, so their errors do not widen the intervals.
         """
         changed = [stage for stage in ramp.stages if stage.estimate.key != constant.key]
         if not changed:
@@ -116,7 +118,7 @@ class Ramps:
         return _difference(before.time_s, after.time_s), _difference(before.cost_usd, after.cost_usd)
 
     def _choose(self, noise_scale: float) -> Estimate | None:
-        """Return the objective's choice among the batches that the guard allows at a noise scale, or None."""
+        """Return the objective's choice among the batches that the guard allows at a noise scale, or None if none."""
         assert self.goal.guard is not None
         guard = replace(self.goal.guard, noise_scale=noise_scale)
         allowed = {
@@ -136,14 +138,14 @@ class Ramps:
         return Ramp(stages, _total(stages, [self._relaunch(stage) for stage in stages[1:]]))
 
     def _stage(self, estimate: Estimate, first: int, end: int) -> Stage:
-        """Return the stage over the parts `first` to `end`, from an `estimate` for the whole training run."""
+        """Return the stage from part `first` to part `end`, given an `estimate` for the whole training run."""
         share = sum(self._steps_factor(estimate, noise) for noise in self.least[first:end]) / len(self.least)
         return Stage(first, end, self.least[first], _times(estimate, share))
 
     def _steps_factor(self, estimate: Estimate, noise_scale: float) -> float:
         """Return the number of steps for the same quality at a noise scale, relative to the steps in the estimate.
 
-        The ratio is 1 under objectives that count the training run's own steps.
+        The ratio is 1 for objectives whose estimates have no factor on the number of steps.
         """
         counted = self.goal.steps_factor.get(estimate.configuration)
         if counted is None or self.goal.guard is None:
@@ -152,19 +154,19 @@ class Ramps:
         return 1.0 / efficiency.of(estimate.configuration.global_batch_size) / counted
 
     def _relaunch(self, stage: Stage) -> Estimate:
-        """Return the time and the cost of the relaunch into a stage."""
+        """Return the time and the cost of the relaunch before a stage."""
         seconds = stage.estimate.time_s.mean
         relaunch = _times(stage.estimate, self.relaunch_s / seconds if seconds > 0.0 else 0.0)
         return replace(relaunch, time_s=Interval(self.relaunch_s, self.relaunch_s, self.relaunch_s))
 
 
 def _follows(before: Estimate, after: Estimate) -> bool:
-    """Return True if a stage may follow another one: it differs, and its batch is not smaller."""
+    """Return True if the stage `after` may follow `before`: it must differ, and its batch must not be smaller."""
     return before is not after and before.configuration.global_batch_size <= after.configuration.global_batch_size
 
 
 def _times(estimate: Estimate, factor: float) -> Estimate:
-    if factor == 1.0:  # thousands of candidates are asked for at each part
+    if factor == 1.0:  # a shortcut, since this is called for thousands of candidates in each part
         return estimate
     energy = estimate.energy_kwh
     return replace(
@@ -205,7 +207,7 @@ def plan_schedule(
 ) -> str:
     """Return the JSON of a job's `wire.BatchSchedule`.
 
-    `beta2` is Adam's beta2 at the base batch; `curves` belong to the newest training runs, newest first.
+    `beta2` is Adam's beta2 at the base batch; `curves` are those of the newest training runs, newest first.
     """
     answer = analyse(data, objective)
     asked = answer.objective
@@ -252,17 +254,18 @@ def _schedule_fields(answer: Answer, chosen: Estimate, beta2: float, curves: Seq
         "saved_s": to_wire_estimate(saved_s),
         "saved_usd": to_wire_estimate(saved_usd) if goal.priced else None,
         "sentence": _worth(ramp, constant, saved, goal),
-        "risk": f"Accuracy: the guard allows each stage's batch at the least noise scale from there on, and {steps:,} "
-        "steps remain. But our experiments have hardly tried schedules, noise that grows because the learning rate "
-        "fell is a weaker signal and no more room, and the noise scale is a doubtful proxy of what a training bears: "
-        "compare the validation loss with a training at the constant batch.",
+        "risk": f"Accuracy: the guard allows the batch of every stage at the smallest later noise scale, and training "
+        f"takes {steps:,} steps. But our experiments have hardly tried schedules, the noise scale also grows when the "
+        "learning rate falls, which does not allow larger batches, and it is a doubtful predictor of the batches that "
+        "training tolerates: compare the validation loss with a training run at the constant batch.",
     }
 
 
 def _candidates(answer: Answer, chosen: Estimate) -> list[Estimate]:
-    """Return the candidates for a stage: all candidates of the recommended variant and market within every limit.
+    """Return the candidates for a stage, which have the recommended variant and market and are within all limits.
 
-    If all candidates of a mixture are within the deadline and the budget, so is the mixture, except for its relaunches.
+    If the configurations of all stages are within the deadline and the budget, so is the schedule, except for its
+    relaunches.
     """
     out = {exclusion.estimate.key for exclusion in answer.choice.excluded}
     return [
@@ -277,7 +280,7 @@ def _candidates(answer: Answer, chosen: Estimate) -> list[Estimate]:
 
 def _is_worth_it(ramp: Ramp, constant: Ramp, goal: Goal) -> bool:
     better = goal.value(ramp.total).expected < (1.0 - WORTH) * goal.value(constant.total).expected
-    limits = goal.limits.of_totals(ramp.total)  # limits that the relaunches may break
+    limits = goal.limits.of_totals(ramp.total)  # the relaunches may exceed these limits
     return better and len(ramp.stages) > 1 and all(value.high <= limit for _, value, limit in limits)
 
 
@@ -312,36 +315,36 @@ def _stages(answer: Answer, ramp: Ramp, beta2: float) -> list[wire.BatchStage]:
 
 
 def _not_measured(curves: Sequence[NoiseCurve]) -> str:
-    """Explain that no training run measured its noise scale throughout, what is missing, and how to get it."""
+    """Return a sentence that says which measurements of the noise scale are missing and how to obtain them."""
     seen = max((curve.covered for curve in curves), default=0.0)
-    has = "No training run has measured its gradient noise scale, which says when a batch may grow"
+    has = "No training run has measured its gradient noise scale, which determines when the batch can grow"
     if seen >= LEAST_COVERED:
         has = (
-            "The gradient noise scale, which says when a batch may grow, was measured in too few parts of a training "
-            "run"
+            "The gradient noise scale, which determines when the batch can grow, was measured in too few parts of a "
+            "training run"
         )
     elif seen > 0.0:
         has = (
-            f"The gradient noise scale, which says when a batch may grow, is known for only {percent(seen, digits=0)} "
-            "of a training run's examples"
+            "The gradient noise scale, which determines when the batch can grow, is known for only "
+            f"{percent(seen, digits=0)} of a training run's examples"
         )
     return (
-        f'{has}: train once to the end with `TulaOptimizer` and the agent (`policy="measure"` changes no weight; it '
-        "takes two ranks or two micro-steps a step), and ask again."
+        f'{has}: complete a training run with `TulaOptimizer` and the agent (`policy="measure"` does not change the '
+        "weights; it requires two ranks, or two micro-steps per step), and try again."
     )
 
 
 def _keep(ramps: Ramps, ramp: Ramp | None, constant: Ramp) -> str:
-    """Explain why the constant batch is the better schedule."""
+    """Return a sentence that says why the constant batch is better than a schedule."""
     least, most = ramps.least[0], ramps.least[-1]
     if ramp is None:
         return (
-            f"Keep the constant batch: none that keeps the limits is small enough for the beginning, where the noise "
+            f"Keep the constant batch: no batch within the limits is small enough for the beginning, where the noise "
             f"scale is {least:,.0f} examples."
         )
     guard, batch = ramps.goal.guard, constant.total.configuration.global_batch_size
     if len(ramp.stages) == 1 and ramp.total.key == constant.total.key:
-        noise = f"is {least:,.0f}" if round(least) == round(most) else f"goes from {least:,.0f} to {most:,.0f}"
+        noise = f"is {least:,.0f}" if round(least) == round(most) else f"grows from {least:,.0f} to {most:,.0f}"
         return (
             f"Keep the constant batch of {batch}: while the noise scale {noise} examples, no other batch that the "
             "accuracy guard allows is better by the objective."
@@ -350,12 +353,12 @@ def _keep(ramps: Ramps, ramp: Ramp | None, constant: Ramp) -> str:
     return (
         f"Keep the constant batch: the best schedule that the accuracy guard allows takes "
         f"{_compared(ramp, constant, ramps.goal)}"
-        + (", which puts the accuracy at risk (see the recommendation's line of quality)." if at_risk else ".")
+        + (", which puts the accuracy at risk (see the quality line of the recommendation)." if at_risk else ".")
     )
 
 
 def _worth(ramp: Ramp, constant: Ramp, saved: tuple[Interval, Interval], goal: Goal) -> str:
-    """Describe the duration, cost and saving of a schedule."""
+    """Return a sentence with the duration, the cost and the saving of a schedule."""
     time_s, usd = saved
     said = _saves(time_s, duration, "takes {} longer") + (
         f" and {_saves(usd, money, 'costs {} more')}" if goal.priced else ""
@@ -364,7 +367,7 @@ def _worth(ramp: Ramp, constant: Ramp, saved: tuple[Interval, Interval], goal: G
 
 
 def _compared(ramp: Ramp, constant: Ramp, goal: Goal) -> str:
-    """Return the time and cost of a ramp and of the constant batch: `5 h and $10.00 instead of 7 h and $14.00`."""
+    """Return the time and cost of a ramp and of the constant batch, such as `5 h and $10 instead of 7 h and $14`."""
     both = [
         duration(total.time_s.mean) + (f" and {money(total.cost_usd.mean)}" if goal.priced else "")
         for total in (ramp.total, constant.total)
@@ -373,7 +376,7 @@ def _compared(ramp: Ramp, constant: Ramp, goal: Goal) -> str:
 
 
 def _saves(value: Interval, show: Callable[[float], str], loss: str) -> str:
-    """Describe how much a schedule saves or, with the template `loss`, loses, with the interval."""
+    """Return how much a schedule saves, with its interval; if the saving is negative, `loss` is the template."""
     if value.mean < 0.0:
         return f"{loss.format(show(-value.mean))} ({show(-value.high)} to {show(-value.low)})"
     return f"saves {show(value.mean)} ({show(value.low)} to {show(value.high)})"

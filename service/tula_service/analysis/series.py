@@ -1,4 +1,4 @@
-"""Reduces a long series of a run to few points: its trend or its extremes. Pure."""
+"""Reduces a long series of a run to a few points, which show its trend or its extremes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ TREND_POINTS = 150
 
 
 def trend(steps: IntArray, values: FloatArray, points: int = TREND_POINTS) -> tuple[IntArray, FloatArray] | None:
-    """Return the medians of `points` intervals with equally many values, each at the middle step of its interval.
+    """Return the median of each of `points` intervals with equally many values, with the middle steps of the intervals.
 
-    A running mean would follow a single straggling step, and a mean of downsampled points would follow the peaks that
-    downsampling keeps. Returns None for zero intervals, or if an interval would have fewer than three values.
+    Medians are used because a running mean would follow a single slow step, and a mean of downsampled points would
+    follow the extremes that downsampling keeps. The result is None if `points` is zero or an interval would have fewer
+    than three values.
     """
     has_value = ~np.isnan(values)
     if not bool(has_value.all()):
@@ -23,16 +24,16 @@ def trend(steps: IntArray, values: FloatArray, points: int = TREND_POINTS) -> tu
         return None
     edges = np.linspace(0, steps.size, points + 1).astype(np.int64)
     starts, widths, medians = edges[:-1], np.diff(edges), np.empty(points)
-    for width in np.unique(widths):  # at most two: many rows at once cost little more than one
+    for width in np.unique(widths):  # at most two widths, so that all intervals need only two calls of median
         same = widths == width
         medians[same] = np.median(values[starts[same, None] + np.arange(width)], axis=1)
     return steps[(edges[:-1] + edges[1:]) // 2], medians
 
 
 def downsample(steps: IntArray, values: FloatArray, max_points: int) -> tuple[IntArray, FloatArray]:
-    """Return at most `max_points` of the points: the minimum and maximum of each interval, and both ends.
+    """Return at most `max_points` of the points: the minimum and the maximum of each interval, and both ends.
 
-    Steps without a value are dropped first, so that a column with few values (such as validation accuracy) keeps them.
+    Steps without a value are dropped first, so that a sparse column, such as validation accuracy, keeps its values.
     """
     if steps.size <= max_points:
         return steps, values

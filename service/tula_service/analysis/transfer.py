@@ -1,4 +1,4 @@
-"""Transfers knowledge between jobs: makes priors of step time from earlier jobs, and posteriors for later jobs."""
+"""Transfers results between jobs: computes step-time priors from earlier jobs and exports posteriors for later jobs."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ _WIDTH_BOUNDS = (0.5, 5.0)
 class EarlierEvidence:
     """The results of the project's earlier jobs that a job can use.
 
-    The scales of `lessons` come from all earlier jobs, but only from the newest job of each network on each device,
-    since repeating a network says nothing about others. `pairs` come from training runs on this hardware, including the
-    job's own. `buckets` has the job's gradient buckets by instance type, for types on which a run timed them.
+    The scales of `lessons` come from all earlier jobs, but a network on a device is represented only by its newest job,
+    since repetitions provide no information about other networks. `pairs` come from training runs on the job's
+    hardware, including those of the job itself. `buckets` has the job's gradient buckets by instance type, for types on
+    which a run timed them.
     """
 
     lessons: Lessons = field(default_factory=Lessons)
@@ -55,13 +56,11 @@ class EarlierEvidence:
 
     @property
     def interval_scale(self) -> float:
-        """Return the factor on the log width of intervals that makes them cover the measurements of training runs.
+        """Return the factor on the log width of intervals that calibrates them to the measured training runs.
 
-        With few pairs, the factor is 1.
-
-        Each pair's score is |log(measured / predicted)| over the half-width of its interval; the factor is the 90 %
-        quantile of the scores (split-conformal, Vovk 2005), shrunk towards 1 by ten imaginary pairs with a score of 1,
-        and bounded to 0.5..5.
+        The score of a pair is |log(measured / predicted)| divided by the half-width of its interval. The factor is the
+        90 % quantile of the scores (split conformal prediction, Vovk 2005), shrunk towards 1 with the weight of ten
+        pairs and limited to the range 0.5 to 5. If there are fewer than three pairs, the factor is 1.
         """
         if (number := len(self.pairs)) < _MIN_PAIRS_TO_CALIBRATE:
             return 1.0
@@ -74,10 +73,10 @@ class EarlierEvidence:
 
 
 def earlier_evidence(data: JobData, figures: Figures) -> EarlierEvidence:
-    """Return the results of earlier jobs, sorted by network and hardware.
+    """Return the results of earlier jobs, grouped by network and hardware.
 
-    If an earlier job has other base options than this job, its lessons are corrected by the prior effects of these
-    options, including their uncertainty.
+    If an earlier job has other base options than this job, its results are corrected by the assumed effects of the
+    differing options, including their uncertainty.
     """
     same: dict[str, list[StepTimePrior]] = {}
     related: dict[str, list[tuple[StepTimePrior, float | None]]] = {}
@@ -126,15 +125,15 @@ def build_priors(
 ) -> Priors:
     """Return the priors of a job's fit with the base options, one for each instance type.
 
-    `observed` are the job's own runs. Once there are some, a type starts from the generic prior unless earlier jobs ran
-    on its hardware, and lessons from other networks count until three cluster sizes of the type have been measured. A
-    probe of a type's links replaces less certain prior knowledge about its collectives; this needs buckets that a run
-    timed, or `model.parameters`.
+    `observed` has the runs of the job. Once there are any, a type starts from the generic prior unless earlier jobs ran
+    on its hardware, and results of other networks are used until three cluster sizes of the type have been measured. A
+    probe of a type's links replaces the prior of its collectives where the probe is more certain; this requires either
+    buckets that a run timed or `model.parameters`.
     """
     believed: dict[str, StepTimePrior] = {}
     base = spec.base_options
     probed = set()
-    # the size of an all-reduce that sends as many bytes over a link as a step does
+    # This is the size of an all-reduce that sends the same number of bytes over a link as a step.
     reduced_bytes = figures.facts.parameter_bytes * figures.facts.volumes / 2.0
     counted = None if spec.model.parameters is None else Buckets.of(reduced_bytes)
     for cluster in spec.cluster:
@@ -159,7 +158,7 @@ def build_priors(
                 max_nodes=cluster.max_nodes,
                 ranks_per_node=cluster.ranks_per_node,
             )
-        # The first run on one node reveals the buckets; before it, the probe is used without them.
+        # The first run on a type measures its buckets; before that run, the probe is used without them.
         usable = buckets is not None or own is None or not own.world_size.size
         if fabric is not None and fabric.num_nodes > 1 and cluster.max_nodes > 1 and usable:
             probed.add(name)
@@ -169,9 +168,9 @@ def build_priors(
 
 
 def export_posteriors(model: StepTimeModel) -> dict[str, dict[str, Any]]:
-    """Return the posteriors of each instance type, from a job's runs with the base options, as JSON for later jobs.
+    """Return the posterior of each instance type from a job's runs with the base options, as JSON for later jobs.
 
-    Parameters have the order of `perfmodel.step_time_form.AT`. `_as_prior` is the inverse.
+    The parameters have the order of `perfmodel.step_time_form.AT`. `_as_prior` converts the JSON back.
     """
     learned = {
         variant.instance_type: posterior.without_prior()
@@ -189,9 +188,10 @@ def export_posteriors(model: StepTimeModel) -> dict[str, dict[str, Any]]:
 
 
 def _find_buckets(data: JobData) -> dict[str, Buckets]:
-    """Return the timed buckets of each instance type, from the run with the base options and the fewest ranks.
+    """Return the timed buckets of each instance type, from the run with the fewest ranks and the base options.
 
-    Such a run waits least for other ranks. Among several, the run with the largest batch is used.
+    The run with the fewest ranks is used because it waits least for other ranks. If there are several, the one with the
+    largest batch is used.
     """
     of_base = [run for run in data.summaries if run.configuration.options == data.spec.base_options]
     timed = [(run.configuration, run.timeline) for run in of_base if run.timeline is not None]
@@ -211,7 +211,7 @@ def _as_prior(learned: Mapping[str, Any]) -> StepTimePrior:
 
 
 def _same_network(one: wire.ModelSpec, other: wire.ModelSpec) -> bool:
-    """Return True if names and steps agree, and also parameter counts and precisions if both specify them."""
+    """Return True if both have the same name and step, and the same parameter count and precision where specified."""
     if any(getattr(one, name) != getattr(other, name) for name in _STEP_DEFINING_FIELDS):
         return False
     pairs = ((one.parameters, other.parameters), (one.precision, other.precision))

@@ -118,8 +118,8 @@ def test_a_plan_that_no_run_can_bring_within_the_limits_ends_with_what_they_woul
     nodes = {"max_nodes": 8, "ranks_per_node": 2, "price": {"usd_per_node_hour": 3.0}}
     profiling = {"max_runs": 30}
     data, decision = profiled(job(cluster=nodes, limits={"deadline_s": 1.0}, profiling=profiling))
-    assert decision.reason.startswith("No further run helps: No candidate keeps the limits (deadline_s): the fastest")
-    assert explanation.why(answer_of(data)).startswith("No candidate keeps the limits (deadline_s): the fastest takes")
+    assert decision.reason.startswith("No further run would help: No candidate meets the limits (deadline_s): the")
+    assert explanation.why(answer_of(data)).startswith("No candidate meets the limits (deadline_s): the fastest takes")
 
 
 def test_a_runner_up_that_costs_the_same_is_not_said_to_cost_more() -> None:
@@ -221,7 +221,7 @@ def test_a_replica_over_several_devices_divides_compute_and_state_between_them()
     whole, split = (answer_of(job(model=model | each, cluster=on)) for each in ({}, {"tensor_parallel_size": 4}))
     compute = [each.estimates[0].terms["compute_s"] for each in (whole, split)]
     assert compute[0] / compute[1] == pytest.approx(4, rel=0.05)
-    alone = [any("alone need" in said for said in each.evidence.warnings) for each in (whole, split)]
+    alone = [any("optimizer state need" in said for said in each.evidence.warnings) for each in (whole, split)]
     assert alone == [True, False], "160 GB of state on one device, 40 on each of four"
 
 
@@ -446,15 +446,13 @@ def test_a_combination_that_crashes_condemns_a_value_only_once_that_value_fails_
     answer = answer_of(data)
     assert answer.evidence.left_out == {}
     assert {c.options for c in answer.evidence.failed} == {both.options}
-    said = "compile on with precision bf16 is left out, since each launch with it failed; register the job again to"
-    assert f"{said} retry it: Exit code 1. " in explanation.why(answer)
-    assert effect_of(answer, "on").sentence.startswith(
-        "compile on failed in each launch so far: in other combinations "
-    )
+    said = "compile on with precision bf16 is excluded because every launch with it failed; to retry it, register the"
+    assert f"{said} job again: Exit code 1. " in explanation.why(answer)
+    assert effect_of(answer, "on").sentence.startswith("compile on has failed in every launch; in other combinations, ")
     answer = answer_of(measured(data, at(compiled="on"), state="failed"))
     assert set(answer.evidence.left_out) == {("compile", "on")}
     assert {c.options for c in answer.evidence.failed} == {both.options, at(compiled="on").options}
-    assert "left out" not in explanation.why(answer), "the value's own sentence says it"
+    assert "excluded because" not in explanation.why(answer), "the value's own sentence says it"
 
 
 def effect_of(answer: Answer, value: str) -> wire.OptionEffect:
@@ -464,7 +462,7 @@ def effect_of(answer: Answer, value: str) -> wire.OptionEffect:
 
 def test_a_value_that_was_not_launched_is_not_said_to_have_failed_where_another_option_did() -> None:
     data = measured(measured(job(options=OPTIONS), at()), at(precision="bf16"), state="failed")
-    assert effect_of(answer_of(data), "on").sentence.startswith("compile on was not launched: it ")
+    assert effect_of(answer_of(data), "on").sentence.startswith("compile on was not launched; it ")
 
 
 def test_a_value_that_keeps_no_limit_is_not_said_to_exceed_the_memory() -> None:
@@ -475,7 +473,7 @@ def test_a_value_that_keeps_no_limit_is_not_said_to_exceed_the_memory() -> None:
     data = job(options=OPTIONS, batch=batch, cluster=node, limits={"deadline_s": 2.0 * total_s})
     data = measured(measured(data, base), at(precision="bf16"), step_time_s=20.0 * overlapping(base))
     said = effect_of(answer_of(data), "bf16").sentence
-    assert said == "precision bf16 with compile off is left out, since none of its candidates keeps the limits."
+    assert said == "precision bf16 with compile off is excluded because none of its candidates meets the limits."
 
 
 def test_a_value_that_crashes_on_one_type_is_left_out_there_and_everywhere_only_if_it_ran_on_none() -> None:
@@ -491,7 +489,7 @@ def test_a_value_that_crashes_on_one_type_is_left_out_there_and_everywhere_only_
     assert on_one.evidence.left_out == {}
     assert {c.instance_type for c in on_one.evidence.failed} == {"a"}
     assert {dict(c.options)["compile"] for c in on_one.evidence.failed} == {"on"}
-    assert "compile on is left out on a, since each launch with it failed" in explanation.why(on_one)
+    assert "compile on is excluded on a because every launch with it failed" in explanation.why(on_one)
 
 
 def test_where_launches_measure_one_configuration_a_value_is_left_out_once_a_second_one_fails() -> None:

@@ -18,7 +18,7 @@ from tula_wire import ModelSpec
             {},
             4.0,
             "gain",
-            "which follows from the gradient noise scale: `TulaOptimizer` raises it step by step; by hand, warm up.",
+            "scale. `TulaOptimizer` increases the rate step by step; without it, use a warm-up.",
         ),
         (
             {"batch_normalization": True},
@@ -26,8 +26,8 @@ from tula_wire import ModelSpec
             "gain",
             "a batch of 64 by 3.2, which follows from the gradient noise scale",
         ),
-        ({"batch_normalization": True}, 32.0, "gain", "beyond 16 times the batch; try LARS there too."),
-        ({"batch_normalization": False}, 32.0, "gain", "beyond 16 times the batch."),
+        ({"batch_normalization": True}, 32.0, "gain", "at most 16 times the base batch; also try LARS."),
+        ({"batch_normalization": False}, 32.0, "gain", "at most 16 times the base batch."),
         ({"optimizer": "adam"}, 16.0, "gain", "a batch of 64 by 1.8, which follows from the gradient noise scale"),
         ({"optimizer": "other"}, 4.0, None, "a batch of 64 by 3.2, which follows from the gradient noise scale"),
     ],
@@ -41,7 +41,7 @@ def test_the_rule_and_its_sentence(facts: dict[str, Any], times: float, rule: st
 
 
 def test_without_a_noise_scale_the_range_is_said() -> None:
-    assert "64 by 1 to 4:" in LearningRate(ModelSpec(name="net"), 64, 4.0, None).advice
+    assert "64 by 1 to 4, depending" in LearningRate(ModelSpec(name="net"), 64, 4.0, None).advice
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "other"])

@@ -36,7 +36,7 @@ def test_a_limit_that_only_the_upper_end_breaks_is_said_to_be_so():
     choice = chosen_for("cost", [found], deadline_s=most)
     mean, high, limit = map(duration, (found.time_s.mean, found.time_s.high, most))
     said = breach(choice.excluded[0], choice.goal.limits)
-    assert f"is {mean} of the deadline of {limit}, but {high} at the upper end" in said
+    assert f"is {mean}, but {high} at the upper end of its interval, above the deadline of {limit}" in said
 
 
 def test_a_limit_that_is_missed_by_less_than_a_text_shows_is_said_in_full():
@@ -56,7 +56,7 @@ def test_where_nothing_keeps_the_limits_safely_the_reason_says_only_that_with_th
         assert choice.chosen.configuration.num_nodes == 2
         assert "within the limits" not in explain_choice(choice)
         assert f"the fastest takes {duration(mean)}, {duration(high)} at the upper end" in explain_choice(choice)
-        chances.append(int(re.search(r"with a chance of (\d+) %", explain_choice(choice))[1]))
+        chances.append(int(re.search(r"with a probability of (\d+) %", explain_choice(choice))[1]))
     assert chances[0] == 50
     assert chances == sorted(chances)
     assert chances[-1] == pytest.approx(95, abs=1)

@@ -234,4 +234,4 @@ def test_where_no_schedule_is_better_the_constant_batch_is_kept() -> None:
 def test_a_job_for_which_nothing_can_be_recommended_says_so() -> None:
     planned = schedule(job(limits={"deadline_s": 1e-3}), NoiseCurve("run-1", 1.0, tuple(GROWING)))
     assert (planned.stages, planned.constant) == ([], None)
-    assert planned.sentence.startswith("No candidate keeps the limits (deadline_s)")
+    assert planned.sentence.startswith("No candidate meets the limits (deadline_s)")

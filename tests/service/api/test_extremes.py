@@ -177,7 +177,7 @@ def test_a_run_that_cannot_be_summarised_is_left_out_with_a_note(
         statuses = {path: client.get(path).status_code for path in everything(red.job_id, list(runs.values()))}
         assert set(statuses.values()) == {200}, statuses
         recommended = client.get(routes.JOB_RECOMMENDATION.format(job_id=red.job_id)).json()["model"]
-    assert f"Run {runs[0.5]} is left out: its samples cannot be summarised" in " ".join(recommended["warnings"])
+    assert f"Run {runs[0.5]} is ignored because its samples cannot be summarised" in " ".join(recommended["warnings"])
     assert recommended["num_runs"] == 1
 
 

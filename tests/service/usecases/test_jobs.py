@@ -19,7 +19,7 @@ def test_registration_answers_with_a_prior_and_runs_to_profile(cluster: Cluster)
     created = cluster.register()
     assert created.recommendation.basis == "prior"
     assert created.recommendation.chosen is not None
-    assert "Nothing of this job has been measured yet" in created.recommendation.why
+    assert "No run of this job has been measured yet" in created.recommendation.why
     step = created.recommendation.chosen.step_time_s
     assert step.high / step.low > 10, "a guess must not look like a measurement"
     assert [run.state for run in created.runs] == ["pending"] * len(created.runs)
@@ -168,7 +168,7 @@ def test_a_value_that_no_field_may_hold_is_refused_by_name(changes: dict[str, An
         (
             {"model": {"name": "net", "precision": "bf16"}, "cluster": {"max_nodes": 2, "accelerator": "Tesla V100"}},
             "model.precision",
-            "give one of fp32, fp16",
+            "use one of fp32, fp16",
         ),
         (
             {"cluster": {"max_nodes": 2, "accelerator": "V100-16GB", "memory_bytes_per_rank": 2**35}},
@@ -181,7 +181,7 @@ def test_a_value_that_no_field_may_hold_is_refused_by_name(changes: dict[str, An
                 "cluster": {"max_nodes": 2, "memory_bytes_per_rank": 80 * 10**9},
             },
             "cluster.0.memory_bytes_per_rank",
-            "89.4 GiB a rank in single precision, of which the device has 74.5 GiB",
+            "89.4 GiB per rank in single precision, but the device has only 74.5 GiB",
         ),
     ],
 )

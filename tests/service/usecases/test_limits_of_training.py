@@ -71,7 +71,7 @@ def test_time_and_money_of_earlier_runs_count_toward_the_limits(cluster: Cluster
     (advice,) = cluster.events(job_id, "advice")  # 300 s and a hundred steps of a second hold the deadline
     assert advice["kind"] == "budget"
     assert advice["projected"] == pytest.approx((300 * 2 + left * 1.0) * 3.0 / 3600)
-    assert "5 min of earlier starts included" in advice["sentence"]
+    assert "including 5 min of earlier starts" in advice["sentence"]
 
 
 def test_a_training_that_may_not_exceed_its_limits_gets_the_time_that_they_leave(

@@ -109,7 +109,7 @@ def test_a_limit_that_will_not_hold_is_announced_once(
     (advice,) = cluster.events(job_id, "advice")
     assert advice["kind"] == kind
     assert advice["projected"] > advice["limit"] == limit
-    assert f"beyond the {kind} of" in advice["sentence"]
+    assert f"exceeds the {kind} of" in advice["sentence"]
 
 
 def test_a_training_that_never_ran_at_the_predicted_speed_says_so(
@@ -119,7 +119,7 @@ def test_a_training_that_never_ran_at_the_predicted_speed_says_so(
     cluster.step_time = partial(overlapping, bandwidth=0.25)
     feed(cluster, run, 30)
     (drift,) = cluster.events(job_id, "drift")
-    assert drift["sentence"].startswith("Since its start")
+    assert drift["sentence"].startswith("Training has always been")
 
 
 @pytest.mark.parametrize("continued", [False, True])
@@ -137,7 +137,7 @@ def test_a_half_recovery_says_what_the_speed_became_and_how_it_compares(
     first, second = cluster.events(job_id, "drift")
     assert first["sentence"].startswith("Training has become slower than predicted: ")
     assert second["step_time_s"] > second["expected_high_s"]
-    start = "Since its start training is slower" if continued else "Training has become faster, but is still slower"
+    start = "Training has always been slower" if continued else "Training has become faster, but is still slower"
     assert second["sentence"].startswith(f"{start} than predicted: ")
 
 

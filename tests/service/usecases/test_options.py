@@ -114,7 +114,7 @@ def test_a_value_that_may_as_well_save_as_cost_is_said_to_lie_between(cluster: C
     assert effect.launched
     assert effect.time.low < 1.0 < effect.time.high
     assert not effect.recommended
-    assert effect.sentence.startswith("kernel b takes between ")
+    assert effect.sentence.startswith("kernel b needs between ")
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.99])
@@ -203,7 +203,7 @@ def test_a_value_that_crashes_at_every_launch_is_left_out_and_the_rest_goes_on(c
     (flash,) = (effect for effect in answer.options if effect.value == "flash")
     assert 1 <= crashed <= 3
     assert flash.left_out is not None
-    assert flash.left_out.startswith("attention flash is left out, since each launch with it failed")
+    assert flash.left_out.startswith("attention flash is excluded because every launch with it failed")
     assert "exit code 1" in flash.left_out
 
 

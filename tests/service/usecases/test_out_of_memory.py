@@ -87,4 +87,4 @@ def test_where_known_bytes_leave_nothing_the_sentence_says_how_much_is_missing(c
 def test_a_model_that_fits_into_memory_is_not_warned_of(cluster: Cluster) -> None:
     model = {"name": "net", "parameters": 10**9, "optimizer": "adam"}
     created = cluster.register(spec(model=model, cluster={"max_nodes": 2, "memory_bytes_per_rank": 80 * 10**9}))
-    assert not any("alone need" in warning for warning in created.recommendation.model.warnings)
+    assert not any("optimizer state need" in warning for warning in created.recommendation.model.warnings)

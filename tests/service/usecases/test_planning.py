@@ -276,6 +276,6 @@ def test_where_nothing_keeps_the_limits_safely_one_thing_is_said_of_the_choice(p
         jobs.change(cluster.store, ANONYMOUS, job_id, patch)
         answer = cluster.recommendation(job_id)
         assert answer.chosen is not None
-        assert "likeliest to keep the limits, with a chance of" in answer.why
+        assert "the most likely to meet the limits, with a probability of" in answer.why
         assert "within the limits" not in answer.why
         assert "generalise worse" not in answer.why

@@ -78,7 +78,7 @@ def test_a_question_without_an_answer_is_refused_by_field(
 
 def test_more_nodes_than_the_job_has_are_said_to_be_so_where_no_batch_fits(profiled: tuple[Cluster, str]) -> None:
     cluster, job_id = profiled
-    with pytest.raises(InvalidInput, match=r"\(198\)\. The job goes up to \d+ nodes\."):
+    with pytest.raises(InvalidInput, match=r"\(198\)\. The job has at most \d+ nodes\."):
         ask(cluster, job_id, num_nodes=[99], global_batch_size=[64])
 
 

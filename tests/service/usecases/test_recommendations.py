@@ -76,7 +76,7 @@ def test_tokens_that_the_agent_sees_count_by_their_mean_and_unequal_lengths_are_
         cluster.report(claimed, tokens_per_example=lengths)
         cluster.execute(claimed)
         answer = cluster.recommendation(job_id)
-        unequal = [warning for warning in answer.model.warnings if "tokens an example" in warning]
+        unequal = [warning for warning in answer.model.warnings if "tokens per example" in warning]
         assert bool(unequal) is (min(lengths) < 512), answer.model.warnings
     assert "100 to 512" in unequal[0]
     assert answer.candidates[0].tokens_per_step == 356 * answer.candidates[0].global_batch_size
@@ -159,7 +159,7 @@ def test_a_short_training_keeps_the_batch_small_and_says_what_a_larger_one_would
     assert answer.quality.kept
     assert answer.quality.steps == 200_000 // answer.chosen.global_batch_size >= 250
     assert "Larger batches tend to generalise worse" in answer.why
-    assert "ask for time or cost where quality can bear it" in answer.why
+    assert "use the objective time or cost if you accept this" in answer.why
     assert fastest.chosen is not None
     assert fastest.quality is not None
     assert fastest.chosen.global_batch_size == 512
@@ -389,7 +389,7 @@ def test_profiling_runs_report_the_noise_scale_before_any_training(cluster: Clus
     cluster.report(first, gradient_noise_scale=[200.0] * 40)
     cluster.work(job_id)
     known = cluster.recommendation(job_id, "time_to_quality")
-    assert "noise scale of 200 examples, as profiling saw it; it grows during training" in known.why
+    assert "noise scale of 200 examples, as measured by profiling runs; it grows during training" in known.why
     assert known.max_sensible_batch_size is None, "forty steps do not show it"
     factors = {c.global_batch_size: c.learning_rate_factor for c in known.candidates}
     assert factors[64] == pytest.approx(1.0)
