@@ -211,8 +211,8 @@ def test_the_state_of_a_sharded_model_is_divided_by_the_ranks_that_share_it() ->
             assert isinstance(found, Answer)
             continue
         assert isinstance(found, Infeasible)
-        assert f"at least {needed / 2**30:.3g} GiB a rank" in found.reason
-        assert ("raise cluster.min_nodes" in found.reason) is (sharding != "none")
+        assert f"at least {needed / 2**30:.3g} GiB per rank" in found.reason
+        assert ("increase cluster.min_nodes" in found.reason) is (sharding != "none")
 
 
 def test_a_replica_over_several_devices_divides_compute_and_state_between_them() -> None:
@@ -358,7 +358,7 @@ def test_batches_whose_convolutions_have_two_to_the_31_elements_are_named() -> N
     for elements, named in ((64 * 224 * 224, True), (64 * 32 * 32, False)):
         data = job(model={"name": "net", "convolution_elements_per_sample": elements}, batch=batch)
         warnings = explanation.model_report(answer_of(data)).warnings
-        assert any("From a local batch of 669 on" in warning for warning in warnings) is named
+        assert any("With a local batch of 669 or more" in warning for warning in warnings) is named
 
 
 @pytest.mark.parametrize("num_runs", [0, 2])

@@ -59,7 +59,7 @@ def test_the_factor_is_the_number_of_the_sentence_and_of_the_rule(
         assert (rule, factor, said) == (None, 1.0, "")
     elif factor is None:
         assert by_noise_scale is None
-        assert f"64 by 1 to {times**0.5 if root else times:.3g}:" in said
+        assert f"64 by 1 to {times**0.5 if root else times:.3g}, depending on" in said
     else:
         assert factor == pytest.approx(3.2**0.5 if root else 3.2)
         assert f"64 by {factor:.2g}, which follows from the gradient noise scale" in said

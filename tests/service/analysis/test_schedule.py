@@ -201,13 +201,13 @@ def test_without_a_noise_scale_over_a_training_the_schedule_says_how_to_get_it()
     data = profiled_job()
     for curves, said in (
         ([], "No training run has measured"),
-        ([NoiseCurve("run-1", 0.4)], "known for only 40 % of a training run's examples: train once"),
-        ([NoiseCurve("run-1", 1.0)], "was measured in too few parts of a training run: train once"),
+        ([NoiseCurve("run-1", 0.4)], "known for only 40 % of a training run's examples: complete a"),
+        ([NoiseCurve("run-1", 1.0)], "was measured in too few parts of a training run: complete a"),
     ):
         planned = schedule(data, *curves)
         assert planned.stages == []
         assert planned.sentence.startswith(said) or said in planned.sentence
-        assert "train once to the end with `TulaOptimizer`" in planned.sentence
+        assert "complete a training run with `TulaOptimizer`" in planned.sentence
 
 
 def test_where_no_schedule_is_better_the_constant_batch_is_kept() -> None:

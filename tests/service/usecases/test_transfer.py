@@ -212,7 +212,7 @@ def test_an_accelerator_without_a_data_sheet_is_named_beside_those_that_have_one
     warnings = " ".join(hardware.describe_guesses(asked("net", "Zorg-9000")))
     assert "no data sheet of Zorg-9000" in warnings
     assert "A100, " in warnings
-    assert "give cluster.accelerator, for example" in " ".join(hardware.describe_guesses(asked("net", None)))
+    assert "set cluster.accelerator, for example" in " ".join(hardware.describe_guesses(asked("net", None)))
 
 
 def test_every_device_has_a_source_and_precisions_in_order_of_speed() -> None:
