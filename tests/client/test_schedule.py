@@ -93,7 +93,7 @@ def test_what_is_missing_is_said_in_one_sentence(tula: Tula, address: str) -> No
         job = client.register(job_spec("no noise scale")).job.id
     code, out, err = tula("recommend", job, "--schedule")
     assert (code, err) == (0, "")
-    assert "train once to the end with `TulaOptimizer`" in " ".join(out.split())
+    assert "complete a training run with `TulaOptimizer`" in " ".join(out.split())
     code, out, err = tula("recommend", job, "--schedule", "--for", "lightning")
     assert (code, out) == (1, "")
     assert re.match(r"tula: No training run has measured .*\n$", err)

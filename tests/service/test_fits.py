@@ -75,7 +75,7 @@ def test_without_a_ready_process_the_callers_thread_computes() -> None:
 
 
 def test_a_refusal_arrives_with_its_field(fits: Fits) -> None:
-    with fits.turn() as compute, pytest.raises(InvalidInput, match="not both") as refused:
+    with fits.turn() as compute, pytest.raises(InvalidInput, match="mutually exclusive") as refused:
         compute(answer_what_if, DATA, "job-1", WhatIf(global_batch_size=[64], local_batch_size=[16]))
     assert refused.value.field == "local_batch_size"
 

@@ -136,8 +136,8 @@ def test_nodes_whose_ranks_cannot_share_the_global_batch_are_named() -> None:
     model = fields["model"]
     assert isinstance(model, wire.ModelReport)
     said = (
-        "2, 4 nodes of default are left out: "
-        "batch.global_batch_size = 7 is not a multiple of the number of their ranks."
+        "2, 4 nodes of default are excluded, because "
+        "batch.global_batch_size = 7 is not a multiple of their number of ranks."
     )
     assert said in model.warnings
 
@@ -165,7 +165,7 @@ def test_the_line_of_quality_and_the_reason_agree_on_the_noise_and_on_who_scales
     fields = explanation.recommendation_fields(answer_of(data, "time"), None)
     quality, reason = fields["quality"], str(fields["why"])
     assert isinstance(quality, wire.Quality)
-    assert ("rate x" in quality.sentence) == ("`TulaOptimizer` raises it" in reason) == (nodes > 1)
+    assert ("rate x" in quality.sentence) == ("`TulaOptimizer` increases the rate" in reason) == (nodes > 1)
     assert ("keep the learning rate" in quality.sentence) == ("Keep the learning rate" in reason) == (nodes == 1)
     assert isinstance(fields["chosen"], wire.Candidate)
     assert (fields["chosen"].learning_rate_factor == 1.0) == (fields["scaling_rule"] is None) == (nodes == 1)
