@@ -1,13 +1,13 @@
-"""Start-up hook of a launched script: measures one that does not import the agent, under any launcher.
+"""Start-up hook that measures a launched script which does not import the agent, whatever the launcher.
 
-`tula.pth`, beside the installed packages, has Python import this module when it starts with TULA_RUN_ID or TULA_JOB in
-its environment; without them, a start costs two look-ups. The hook does nothing until torch is imported, then nothing
-until an optimizer has stepped, and takes no step of a script that imports `tula_agent`: hence a module outside that
-package. Where the script imports accelerate, it also notes that this lowers the batch after an out-of-memory, which no
-step shows. It never raises.
+`tula.pth`, which is installed next to the packages, makes Python import this module at start-up if TULA_RUN_ID or
+TULA_JOB is in the environment; otherwise it costs only two look-ups. The hook does nothing until torch is imported and
+an optimizer has stepped, and it ignores the steps of a script that imports `tula_agent`. This module is therefore
+outside that package. If the script imports accelerate, the hook also records when accelerate lowers the batch size
+after an out-of-memory error, since the steps do not show the cause. The hook never raises.
 
-Lightning's Trainers take their callback from an entry point, `lightning_callbacks`, in every process; the agent that it
-imports keeps the hook aside.
+Lightning's Trainers load their callback from an entry point, `lightning_callbacks`, in every process. The callback
+imports the agent, so the hook then ignores the optimizer's steps.
 """
 
 import contextlib
@@ -20,11 +20,13 @@ from collections.abc import Callable
 from typing import Any
 
 lowered_for: list[str] = []
-"""The last out-of-memory after which accelerate lowered the script's batch; empty before the first."""
+"""The last out-of-memory error after which accelerate lowered the script's batch size; empty until there is one."""
 
 
 class WhenImported:
-    """Hands each of some modules to a function right after Python has imported it; imports nothing itself."""
+    """Import hook that passes certain modules to functions right after Python has imported them; it imports nothing
+    itself.
+    """
 
     def __init__(self, functions: dict[str, Callable[[Any], None]]) -> None:
         self._functions = functions
@@ -50,14 +52,16 @@ class WhenImported:
 
 
 def see_steps(optimizers: Any) -> None:
-    """Have `Stepped` called after each step of the optimizers of torch's module."""
+    """Register a `Stepped` to run after each step of every optimizer; `optimizers` is the module
+    `torch.optim.optimizer`.
+    """
     optimizers.register_optimizer_step_post_hook(Stepped())
 
 
 def see_out_of_memory(memory: Any) -> None:
-    """Note the exceptions that accelerate's module takes for an out-of-memory: the script goes on with fewer examples.
+    """Record the exceptions that accelerate treats as out-of-memory errors, after which it lowers the batch size.
 
-    `find_executable_batch_size`, the Trainer's `auto_find_batch_size` too, catches the exception itself.
+    `find_executable_batch_size`, which the Trainer's `auto_find_batch_size` uses, catches these exceptions itself.
     """
     judge = memory.should_reduce_batch_size
 
@@ -73,7 +77,7 @@ def see_out_of_memory(memory: Any) -> None:
 
 
 class Stepped:
-    """Called after each step of each optimizer. Only `SystemExit` leaves it, where a profiling run has enough."""
+    """Hook that runs after each optimizer step; raises only `SystemExit`, once a profiling run has enough samples."""
 
     def __init__(self) -> None:
         self._stepped: Any = None
@@ -84,31 +88,33 @@ class Stepped:
             return
         try:
             if self._stepped is None:
-                if "tula_agent" in sys.modules:  # the script measures itself
+                if "tula_agent" in sys.modules:  # the script does its own measuring
                     self._aside = True
                     return
                 self._stepped = importlib.import_module("tula_agent.unedited").stepped
             self._stepped(optimizer)
         except Exception as error:
             self._aside = True
-            print(f"tula: nothing more is measured, training continues: {error!r}", file=sys.stderr)
+            print(f"tula: measuring stops after an error, and training continues: {error!r}", file=sys.stderr)
 
 
 @functools.cache
 def _lightning_callback() -> Any:
-    """Return the class of the callback, None where the script imports the agent: it then measures itself."""
+    """Return the callback class, or None if the script imports the agent, since such a script measures itself."""
     if "tula_agent" in sys.modules:
         return None
     return importlib.import_module("tula_agent.callbacks.lightning").UneditedCallback
 
 
 def lightning_callbacks() -> list[Any]:
-    """Return the callback that measures a `fit`: Lightning asks for each Trainer. Empty where nobody launched a run."""
+    """Return the callbacks that Lightning adds to each Trainer: one that measures `fit`, or none if no run was
+    launched.
+    """
     try:
         callback = _lightning_callback() if _LAUNCHED else None
         return [callback()] if callback else []
     except Exception as error:
-        print(f"tula: Lightning's Trainer is not measured, training continues: {error!r}", file=sys.stderr)
+        print(f"tula: Lightning's Trainer cannot be measured, but training continues: {error!r}", file=sys.stderr)
         return []
 
 

@@ -1,4 +1,4 @@
-"""The agent in the training process: it measures, sends in the background, and never raises into the job."""
+"""The agent, which measures a training process, sends data in the background and never raises into the script."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _LAZY = {
 
 
 def __dir__() -> list[str]:
-    """Return the names that a script uses."""
+    """Return the public names."""
     return __all__
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when a script first uses it, since most scripts need only a few names."""
+    """Import a public name when it is first used, since most scripts need only a few of them."""
     if name in _LAZY:
         from importlib import import_module
 

@@ -1,12 +1,13 @@
-"""Replays PyTorch's CUDA caching allocator to find how much device memory a sequence of allocations takes.
+"""Simulates PyTorch's CUDA caching allocator to compute how much device memory a sequence of allocations needs.
 
-    reserved(capacity) >= allocated: blocks are rounded, split, cached, and returned only when memory is short
+    reserved(capacity) >= allocated, since blocks are rounded, split, cached, and returned only when memory is short
 
-The rules are those of `c10/cuda/CUDACachingAllocator.cpp` for one stream and the default settings: sizes are rounded to
-512 bytes; requests up to 1 MiB come from segments of 2 MiB, requests below 10 MiB from segments of 20 MiB, and larger
-ones from segments of their own size, rounded to 2 MiB; the smallest free block that is large enough serves a request
-(best fit) and is split if the rest is large enough; free neighbours are merged; when the device has no room for a new
-segment, every entirely free segment is returned to the device, and the request is tried once more.
+The simulation follows `c10/cuda/CUDACachingAllocator.cpp` for one stream and the default settings. Sizes are rounded up
+to 512 bytes. Requests up to 1 MiB come from segments of 2 MiB, requests below 10 MiB from segments of 20 MiB, and each
+larger request from a segment of its size, rounded up to 2 MiB. The smallest free block that is large enough serves a
+request (best fit); the block is split if the remainder is large enough. Adjacent free blocks are merged. If a new
+segment does not fit on the device, every entirely free segment is returned to the device, and the request is tried once
+more.
 """
 
 from __future__ import annotations
@@ -28,30 +29,30 @@ _SEGMENT_ROUNDING = 2 * _MIB
 
 
 def segments_grow() -> bool:
-    """Return True if the environment of this process lets the segments of PyTorch's allocator grow.
+    """Return True if this process's environment enables expandable segments in PyTorch's allocator.
 
-    If several of the variables are set, PyTorch reads the first.
+    If several of ALLOCATOR_VARIABLES are set, PyTorch reads the first.
 
-    Growing segments do not fragment, so the replay does not apply to them: on an H100 the allocator took at most 2 %
-    more than was allocated.
+    Expandable segments do not fragment, so the simulation does not apply to them. With them, the allocator on an H100
+    reserved at most 2 % more memory than was allocated.
     """
     settings = (os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ)
     return GROWING_SEGMENTS in next(settings, "").replace(" ", "")
 
 
 class Allocation(NamedTuple):
-    """One event of a trace: `size` bytes are allocated under `key`; if `size` is None, those under `key` are freed."""
+    """Event in a trace: `size` bytes are allocated under `key`, or the memory of `key` is freed if `size` is None."""
 
     key: int
     size: int | None
 
 
 class OutOfMemory(Exception):
-    """A request found no room, even after every free segment was returned to the device."""
+    """Raised if a request does not fit, even after every free segment was returned to the device."""
 
 
 class _Block:
-    """A piece of a segment, linked to its neighbours in the segment; blocks sort by size, then by age."""
+    """Part of a segment, linked to its neighbours in the segment; blocks are ordered by size, then by age."""
 
     __slots__ = ("age", "free", "next", "previous", "size", "small")
 
@@ -66,10 +67,10 @@ class _Block:
 
 
 class CachingAllocator:
-    """The allocator of one process on a device that has `capacity_bytes` left for it.
+    """Simulated allocator of one process, for which `capacity_bytes` are available on the device.
 
-    `reserved` is the number of device bytes that it has now, `most_reserved` the peak; `retries` counts the requests
-    that succeeded only after free segments were returned.
+    `reserved`: the number of bytes that are reserved now. `most_reserved`: the peak of `reserved`. `retries`: the
+    number of requests for which free segments had to be returned.
     """
 
     def __init__(self, capacity_bytes: float) -> None:
@@ -80,7 +81,7 @@ class CachingAllocator:
         self._age = 0
 
     def replay(self, events: Iterable[Allocation]) -> None:
-        """Allocate and free in the given order. Raises OutOfMemory if the device is too small."""
+        """Process `events` in order. Raises OutOfMemory if the device is too small."""
         for event in events:
             if event.size is None:
                 self._release(event.key)
@@ -165,11 +166,11 @@ class CachingAllocator:
 
 @dataclass(frozen=True)
 class AllocationModel:
-    """Predicts the allocations of a process's first steps at any batch size, by a line through each size at two traced
-    batches.
+    """Predicts the allocations of a process's first steps at any batch size from traces at two batch sizes.
 
-    `first`, `second`: the events at `first_batch` and `second_batch` examples. Both must allocate in the same order.
-    All releases come from `second`, since garbage may be collected at any time.
+    The size of each allocation is predicted as a linear function of the batch size. `first`, `second`: the events at
+    `first_batch` and `second_batch` examples, which must allocate in the same order. All releases are taken from
+    `second`, since garbage may be collected at any time.
     """
 
     first_batch: int
@@ -178,9 +179,9 @@ class AllocationModel:
     second: Sequence[Allocation]
 
     def __post_init__(self) -> None:
-        """Raise ValueError if the two traces do not make the same allocations."""
+        """Raise ValueError if the two traces do not contain the same allocations."""
         if self._sizes(self.first).keys() != self._sizes(self.second).keys():
-            raise ValueError("the model allocates in another order at another batch size")
+            raise ValueError("the model allocates memory in a different order at a different batch size")
 
     def events(self, local_batch_size: int) -> list[Allocation]:
         """Return the allocations and releases at `local_batch_size` examples, in order."""

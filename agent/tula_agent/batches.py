@@ -1,4 +1,4 @@
-"""Counts the examples, tokens and bytes of a batch, and cuts out its first examples."""
+"""Counts the examples, tokens and bytes in a batch, and extracts its first examples."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def infer_batch_size(batch: Any) -> int | None:
-    """Return the number of examples that can be read off `batch` itself, or None.
+    """Return the number of examples that `batch` itself shows, or None.
 
-    The number is the batch's own count (graphs), the length of a list of samples or of the first list in a tuple of
-    lists, or the leading length of the first two tensors if both have the same.
+    This is the number of graphs that a graph batch stores, the length of a list of samples or of the first list in a
+    tuple of lists, or the first dimension of the first two tensors if it is equal in both.
     """
     first = batch[0] if type(batch) in (list, tuple) and batch else batch  # the usual case, without a search
     shape = getattr(first, "shape", None)
@@ -22,7 +22,7 @@ def infer_batch_size(batch: Any) -> int | None:
         return int(shape[0])
     if shape and first is not batch:
         return None
-    for name in ("num_graphs", "batch_size"):  # of torch_geometric and DGL
+    for name in ("num_graphs", "batch_size"):  # attributes in torch_geometric and DGL
         if type(count := getattr(batch, name, None)) is int and count > 0:
             return int(count)
     if first is not batch and isinstance(first, (Mapping, list, tuple)) and tensors_in(batch):
@@ -41,15 +41,15 @@ class BatchSizes:
     """Counts the examples in batches. A stated size takes precedence, since the shape of a batch can be misleading.
 
     The stated size is `given` by the script (a number or a function of the batch), or it is the `batch_size` of the
-    loader or of its batch sampler. A batch of that size shows where the number appears (the leading or second length of
-    a tensor, or the length of a list); the size of a smaller batch, such as the last of an epoch, is read from the same
-    place.
+    loader or of its batch sampler. A full batch shows where its size appears (in the first or second dimension of a
+    tensor, or as the length of a list); the size of a smaller batch, such as the last batch of an epoch, is read from
+    the same place.
     """
 
     def __init__(self, given: float | Callable[[Any], float] | None = None) -> None:
         self.given = given
         self._places: dict[int, tuple[str, int]] = {}  # by stated size
-        self._leads: int | None = None  # the stated size that is the first tensor's leading length
+        self._leads: int | None = None  # the stated size that equals the first tensor's first dimension
 
     def of(self, batch: Any, loader: Any = None) -> int | None:
         """Return the number of examples in `batch`, or the count from `given`; None if neither is available."""
@@ -75,7 +75,7 @@ class BatchSizes:
 
 
 def stated_batch_size(loader: Any) -> int | None:
-    """Return the `batch_size` of a loader, or of its batch sampler."""
+    """Return the `batch_size` of a loader or else of its batch sampler, or None."""
     for holder in (loader, getattr(loader, "batch_sampler", None)):
         if type(size := getattr(holder, "batch_size", None)) is int and size > 0:
             return int(size)
@@ -83,7 +83,9 @@ def stated_batch_size(loader: Any) -> int | None:
 
 
 def _lengths(batch: Any) -> dict[tuple[str, int], int]:
-    """Return every length that may be the batch size, keyed by its place in the batch, the likeliest places first."""
+    """Return every length that may be the batch size, keyed by its place in the batch; the most likely places come
+    first.
+    """
     lengths = {}
     if isinstance(batch, (list, tuple)):
         lengths["outer", 0] = len(batch)
@@ -119,7 +121,7 @@ def batch_bytes(batch: Any) -> int:
 
 
 def tensors_in(value: Any, depth: int = 4) -> list[Any]:
-    """Return the tensors inside nested mappings, sequences and dataclasses, in order; at most `depth` levels down."""
+    """Return the tensors inside nested mappings, sequences and dataclasses in order, at most `depth` levels deep."""
     if hasattr(value, "element_size") and hasattr(value, "shape"):
         return [value]
     if depth == 0 or isinstance(value, (str, bytes)):
@@ -151,15 +153,15 @@ def map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
 def first_examples(value: Any, size: int, count: int) -> Any:
     """Return the first `count` of the `size` examples in a batch.
 
-    Tensors and lists whose leading length is `size` are cut. Containers are copied, not changed. Raises TypeError if a
-    part has another leading length, or could be either a list of examples or a list of tensors.
+    Tensors whose first dimension is `size` and lists of length `size` are cut. Containers are copied, not changed.
+    Raises TypeError if a part has a different length, or if it could be either a list of examples or a list of tensors.
     """
     if isinstance(value, PackedSequence):
-        raise TypeError("it holds a packed sequence")
+        raise TypeError("it contains a packed sequence")
     shape = getattr(value, "shape", None)
     if shape is not None:
         if len(shape) and shape[0] != size:
-            raise TypeError(f"it holds a tensor of shape {tuple(shape)}, whose leading length is not {size}")
+            raise TypeError(f"it contains a tensor of shape {tuple(shape)}, whose first dimension is not {size}")
         return value[:count] if len(shape) else value
     if not tensors_in(value):
         return value[:count] if isinstance(value, (list, tuple)) and len(value) == size else value
@@ -173,7 +175,7 @@ def first_examples(value: Any, size: int, count: int) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
         return dataclasses.replace(value, **{name: first_examples(part, size, count) for name, part in parts.items()})
-    raise TypeError(f"it is, or holds, a {type(value).__name__}")
+    raise TypeError(f"it is or contains a {type(value).__name__}, which cannot be cut")
 
 
 def _first_of_sequence(value: Any, size: int, count: int) -> Any:
@@ -185,5 +187,5 @@ def _first_of_sequence(value: Any, size: int, count: int) -> Any:
             raise
         return value[:count]
     if len(value) == size:
-        raise TypeError(f"a {type(value).__name__} of {size} tensors may be the examples or parts of all examples")
+        raise TypeError(f"the {size} tensors of a {type(value).__name__} may be examples or parts of all examples")
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

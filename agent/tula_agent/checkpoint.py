@@ -1,14 +1,13 @@
-"""Saves and resumes training: a run stopped at any step continues at the same place in the data as if it had not
-stopped.
+"""Saves and resumes training, so that a run stopped at any step continues as if it had not been stopped.
 
-A checkpoint is a folder `step-<ten digits>` below TULA_CHECKPOINT_DIR, or `step-<ten digits>.<n>` if it is the n-th of
-a step. `torch.distributed.checkpoint` writes the model and the optimizer under the names of the weights, so neither
-wrappers (DDP, torch.compile) nor the number of ranks matter, whether weights are sharded or not. This module adds what
-that package does not keep: the scheduler, the GradScaler, the script's extra state, and each rank's place in the data
-and random number generators.
+A checkpoint is a folder `step-<ten digits>` below TULA_CHECKPOINT_DIR, or `step-<ten digits>.<n>` if it is the n-th
+checkpoint of that step. `torch.distributed.checkpoint` writes the model and the optimizer under the names of the
+weights, so a checkpoint does not depend on wrappers (DDP, torch.compile), on sharding or on the number of ranks. This
+module adds what the torch package does not save: the scheduler, the GradScaler, the script's extra state, and each
+rank's position in the data and random number generators.
 
-`tula.json` is written first. Only a folder that contains it is ever deleted, and only the files of a checkpoint in that
-folder. Torch's `.metadata` is written last; a folder without it is never read.
+`tula.json` is written first. Only a folder that contains `tula.json` is ever deleted, and only the checkpoint's files
+in that folder. Torch's `.metadata` is written last, and a folder without `.metadata` is never read.
 
 On a CPU, a resumed run matches an uninterrupted run bit for bit if the configuration and the script are the same. If
 one rank fails to write or read, all ranks raise the same `CheckpointError`, and no rank waits forever for another.
@@ -46,14 +45,15 @@ _LONGEST: Final = 2000  # characters of an error that are sent to the other rank
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read. The agent raises this error into training, which depends on it."""
+    """Raised in the script if a checkpoint cannot be written or read, since training depends on checkpoints."""
 
 
 @dataclass(frozen=True)
 class Resumed:
     """The point at which training continues: batch `consumed` of epoch `epoch`, after `step` micro-steps.
 
-    `run.steps` skips the consumed batches. `exact` is False when the configuration has changed since.
+    `run.steps` skips the consumed batches. `exact` is False if the configuration has changed since the checkpoint was
+    written.
     """
 
     epoch: int = 0
@@ -74,24 +74,24 @@ def save(
     extra: dict[str, Any] | None = None,
     directory: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Write a checkpoint and return its folder; every rank must call it at the same step.
+    """Write a checkpoint and return its folder; every rank must call this function at the same step.
 
-    `extra` is the script's own state: numbers, text, tensors, and lists or dictionaries of these. Raises
-    `CheckpointError` on all ranks if no directory is configured or a rank cannot write; earlier checkpoints are not
-    changed, and the unfinished one is deleted.
+    `extra` is the script's own state, which may contain numbers, text, tensors, and lists or dictionaries of these.
+    Raises `CheckpointError` on all ranks if no directory is configured or a rank cannot write. In this case, earlier
+    checkpoints are not changed, and the unfinished checkpoint is deleted.
     """
     ranks = _Ranks(model)
     root = _root(ranks, directory)
     ranks.failing = (
         f"no checkpoint of step {position.step} was written below {root}; the previous checkpoint is still valid"
     )
-    ranks.remedy = "all ranks need the same directory, with room in it"
+    ranks.remedy = "give all ranks the same directory, with enough free space"
     facts = {"step": position.step, **_shape(ranks, position.loader)}
     folder = root / ranks.on_first(lambda: _new_folder(root, facts))
 
     def gather() -> dict[str, Any]:
         if not (folder / _OURS).exists():
-            raise FileNotFoundError(f"{folder} is not the folder of the first rank")
+            raise FileNotFoundError(f"{folder} is not the same folder as on the first rank")
         state = _weights(model, optimizer)
         own = {
             "epoch": position.epoch,
@@ -129,26 +129,29 @@ def resume(
     scaler: Any = None,
     directory: str | os.PathLike[str] | None = None,
 ) -> Resumed:
-    """Load the newest complete checkpoint, if any; every rank must call it, after everything is built.
+    """Load the newest complete checkpoint, if any; every rank must call this function after all objects are built.
 
-    Loop over `range(resumed.epoch, epochs)` afterwards. If the batch size or the number of ranks has changed, the
-    position in the data is kept in examples, and the random number generators start afresh. Weights are read in place,
-    without a second copy. Torch's part of a checkpoint is pickled, and reading it can run any code: resume only from a
-    folder of your own. Raises `CheckpointError` on all ranks if the checkpoint does not fit the model, with nothing
-    changed, or if a rank cannot read it; do not continue training in the second case, since part of the checkpoint may
-    have been loaded.
+    Afterwards, loop over `range(resumed.epoch, epochs)`. If the batch size or the number of ranks has changed, training
+    continues after the same number of examples, and the random number generators start afresh. Weights are read in
+    place, without a second copy. Torch's part of a checkpoint is pickled, and reading it can run any code, so resume
+    only from a folder that you trust. Raises `CheckpointError` on all ranks if the checkpoint does not fit the model
+    (in which case nothing has been changed), or if a rank cannot read the checkpoint. In the second case, do not
+    continue training, since part of the checkpoint may have been loaded.
     """
     ranks = _Ranks(model)
     root = _root(ranks, directory)
     position.known = position.resumable = True
-    ranks.failing, ranks.remedy = f"checkpoints below {root} cannot be listed", "let all ranks read that directory"
-    # All ranks use the first rank's newest checkpoint, since they may look at different moments.
+    ranks.failing, ranks.remedy = (
+        f"checkpoints below {root} cannot be listed",
+        "let all ranks read the directory",
+    )
+    # All ranks use the first rank's newest checkpoint, since each rank may list the folder at a different time.
     name = ranks.on_first(lambda: next((path.name for path in reversed(_complete(root))), None))
     if name is None:
         return Resumed()
     folder = root / name
     ranks.failing = f"the checkpoint {folder} does not fit this script or cannot be read"
-    ranks.remedy = "delete it, undo the change, or let all ranks read it"
+    ranks.remedy = "delete it, undo the change, or give all ranks read access to it"
     facts = ranks.on_each(lambda: json.loads((folder / _OURS).read_text()))
     mine = f"rank-{min(ranks.rank, facts['world_size'] - 1)}"
     blobs: dict[str, Any] = {"rest": b"", mine: b""}
@@ -159,7 +162,7 @@ def resume(
         _refuse_other_weights(state, folder)
         rest, facts = _unpacked(blobs["rest"]), _describe(optimizer)
         if facts is not None and rest["optimizer"] != facts:
-            raise ValueError(f"its optimizer is {rest['optimizer']}, and the script's {facts}")
+            raise ValueError(f"its optimizer is {rest['optimizer']}, but the script's is {facts}")
         return state, rest, _unpacked(blobs[mine])
 
     state, rest, own = ranks.on_each(prepare)
@@ -182,7 +185,8 @@ def resume(
     resumed = ranks.on_each(apply)
     if not resumed.exact:
         logger.warning(
-            "resumed with another batch size or world size: the data continues at the same example, shuffled"
+            "resumed with a different batch size or world size: training continues after as many examples as "
+            "before, but their order differs"
         )
     return resumed
 
@@ -191,7 +195,7 @@ def resume(
 
 
 def _weights(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Return model and optimizer state as `torch.distributed.checkpoint` keeps it, sharing the tensors in use."""
+    """Return the model and optimizer state for `torch.distributed.checkpoint`, which shares the tensors in use."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 
     if optimizer is None:
@@ -208,7 +212,10 @@ def _describe(optimizer: Any) -> str | None:
     if optimizer is None:
         return None
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    kind, wrapped = type(optimizer).__name__, getattr(optimizer, "optimizer", None)  # as a TulaOptimizer has one
+    kind, wrapped = (
+        type(optimizer).__name__,
+        getattr(optimizer, "optimizer", None),
+    )  # in a TulaOptimizer
     kind += "" if wrapped is None else f" of {type(wrapped).__name__}"
     return f"{kind} with groups of {sizes} weights"
 
@@ -216,14 +223,14 @@ def _describe(optimizer: Any) -> str | None:
 def _refuse_other_weights(state: dict[str, Any], folder: Path) -> None:
     """Raise ValueError if the checkpoint lacks weights, or has weights that the model does not have.
 
-    Torch would ignore both; it detects different shapes by itself, before it changes anything.
+    Torch would ignore both cases, but detects different shapes itself, before it changes anything.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     saved = FileSystemReader(folder).read_metadata().state_dict_metadata
     present = {f"model.{name}" for name in state["model"]}
     kept = {name for name in saved if name.startswith("model.")}
-    for sentence, names in (("lacks", present - kept), ("has beyond the model", kept - present)):
+    for sentence, names in (("lacks", present - kept), ("has weights that the model lacks:", kept - present)):
         if names:
             raise ValueError(f"it {sentence} {', '.join(sorted(names)[:5])}")
 
@@ -246,10 +253,10 @@ def _restore_position(
     loader: Any,
     extra: dict[str, Any],
 ) -> Resumed:
-    """Continue where this rank's file (`own`) ends; `shape` has the new batch and world size, `facts` the saved."""
+    """Continue at the position in `own`, this rank's file. `shape`: the new batch and world size, `facts`: the old."""
     exact = all(facts[name] == size or size is None for name, size in shape.items())
     consumed = own["consumed"]
-    if not exact:  # as many examples
+    if not exact:  # convert to the same number of examples
         before = facts["local_batch_size"] or 1
         after = (shape["local_batch_size"] or before) * shape["world_size"]
         consumed = int(consumed * before * facts["world_size"] // after)
@@ -283,10 +290,10 @@ def _shape(ranks: _Ranks, loader: Any) -> dict[str, Any]:
 
 
 class _Ranks:
-    """Calls that all ranks training `model` make in the same order, and that succeed or fail on all ranks together.
+    """Runs functions on all ranks that train `model`; each call succeeds or fails on all ranks together.
 
-    Each method raises `CheckpointError` on all ranks with the message of the first rank that failed: "`failing` (rank,
-    error): `remedy`".
+    All ranks must call the methods in the same order. Each method raises `CheckpointError` on all ranks with the
+    message of the first rank that failed: "`failing` (rank, error): `remedy`".
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -294,7 +301,7 @@ class _Ranks:
         self.rank: int = dist.get_rank() if distributed else 0
         self.size: int = dist.get_world_size() if distributed else 1
         self.failing = self.remedy = ""
-        # NCCL moves objects over the current device, which a script may have left at the first one on every rank.
+        # NCCL transfers objects through the current device, which may be the first device on every rank.
         device = next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
         self._on_device = nullcontext() if device is None else torch.cuda.device(device)
 
@@ -311,9 +318,7 @@ class _Ranks:
         return cast("T", value)
 
     def on_first(self, function: Callable[[], T]) -> T:
-        """Call `function` on the first rank only; return its result on every rank. The result is pickled; keep it
-        small.
-        """
+        """Call `function` on the first rank only; return its result, which should be small, on every rank."""
         return cast("T", self._gathered(self.on_each(lambda: function() if self.rank == 0 else None))[0])
 
     def _gathered(self, value: T) -> list[T]:
@@ -329,13 +334,13 @@ class _Ranks:
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-        # Weights without a gradient so far have no state to load. A group's settings are one object.
+        # Weights that have had no gradient yet have no state to load. A group's settings are one object.
         planner = DefaultLoadPlanner(allow_partial_load=True) if name == "load" else None
         try:
             with self._on_device, warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
                 getattr(dcp, name)(state, checkpoint_id=folder, planner=planner)
-        except CheckpointException as error:  # no `Exception`, with every rank's stack
+        except CheckpointException as error:  # not an `Exception`; contains every rank's stack
             rank, (cause, *_) = next(iter(error.failures.items()))
             raise CheckpointError(str(self._sentence(rank, cause))) from error
 
@@ -350,9 +355,9 @@ class _Ranks:
 
 
 def _new_folder(root: Path, facts: dict[str, Any]) -> str:
-    """Make the newest folder below `root` for a checkpoint of `facts["step"]`, and return its name.
+    """Create the newest folder below `root` for a checkpoint of step `facts["step"]`, and return its name.
 
-    A folder that a crash left unfinished under that name is used again.
+    If a crash left an unfinished folder with that name, the folder is reused.
     """
     step = facts["step"]
     number = 1 + max((number for of, number in map(_age, _complete(root)) if of == step), default=0)
@@ -379,7 +384,7 @@ def _delete_superseded(folder: Path) -> None:
             if path not in kept and (path in complete or _age(path) < _age(folder)):
                 _delete(path)
     except Exception as error:
-        logger.warning("old checkpoints besides %s were not deleted: %r", folder, error)
+        logger.warning("checkpoints older than %s were not deleted: %r", folder, error)
 
 
 def _delete(folder: Path) -> None:
@@ -396,7 +401,7 @@ def _delete(folder: Path) -> None:
 
 
 def _ours(root: Path) -> list[Path]:
-    """Return the folders of our checkpoints, oldest first; copies under other names are ignored."""
+    """Return the folders of the agent's checkpoints, oldest first; copies under other names are ignored."""
     named = (path for path in root.glob("step-*") if _NAME.fullmatch(path.name))
     return sorted((path for path in named if (path / _OURS).exists()), key=_age)
 

@@ -1,4 +1,4 @@
-"""Reads the agent's configuration from environment variables, once, and validates it."""
+"""Reads and validates the agent's configuration, which comes from environment variables."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from tula_agent.guard import logger
 N = TypeVar("N", int, float)
 
 DEFAULT_WARMUP_STEPS, DEFAULT_MEASURE_STEPS = 5, 30
-"""Steps of a profiling run if its environment does not set them; a job's specification has the same defaults."""
+"""Numbers of steps in a profiling run if the environment does not set them; job specifications have the same defaults.
+"""
 
 _LONGEST_PROBE_S = 60.0
 _ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,199}")
 _OFF = ("", "0", "false", "no")
 
 MEASURED_BY = "TULA_MEASURED_BY"
-"""Variable that a measuring process sets for the processes that it starts, which belong to no run."""
+"""Environment variable that a measured process sets for its child processes, which belong to no run."""
 
 UNKNOWN_RUN = "unknown-run"
 """Placeholder in requests and keys for the id of a run that the agent creates itself."""
@@ -32,7 +33,9 @@ UNKNOWN_RUN = "unknown-run"
 
 @dataclass(frozen=True)
 class WantedJob:
-    """The name or id of a job, and the facts needed to register it if it is missing: examples per epoch, and epochs."""
+    """Name or id of a job, with the number of examples per epoch and of epochs in case the job must be registered
+    first.
+    """
 
     name: str
     dataset_size: int | None = None
@@ -41,9 +44,10 @@ class WantedJob:
 
 @dataclass(frozen=True)
 class ProfilePlan:
-    """A profiling run: steps to discard, steps to measure, and the relative error that ends it early (0: never).
+    """Plan of a profiling run: steps to discard, steps to measure, and the relative error at which to end early (0:
+    never).
 
-    smaller_batches: local batches that the same launch measures first, in ascending order, and the run of each.
+    smaller_batches: local batch sizes that the same launch measures first, in ascending order, each with its run.
     probe_s: how many seconds the ranks spend timing all-reduces after the first warm-up (0: none).
     """
 
@@ -56,7 +60,7 @@ class ProfilePlan:
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """The place of this process in the job, and the destination of its measurements, in seconds and bytes."""
+    """Configuration of the agent in one process: its rank in the job, what to measure, and where to send the data."""
 
     url: str
     run_id: str
@@ -80,34 +84,34 @@ class AgentConfig:
 
     @property
     def restarted(self) -> bool:
-        """Return True in a process that `tula run` or torchrun started to replace an ended process."""
+        """Return True if `tula run` or torchrun started this process to replace one that ended."""
         return any(count not in _OFF for count in self.restart.split("-"))
 
 
 def read_config(environ: Mapping[str, str] = os.environ, job: WantedJob | None = None) -> AgentConfig | None:
-    """Return the configuration; None without TULA_URL, with TULA_DISABLED, or if there is no run to report to.
+    """Return the configuration, or None if TULA_URL is not set, TULA_DISABLED is set or there is no run to report to.
 
-    job: the job for which the agent creates a run if no launcher has created one; without a name, the job in TULA_JOB.
-    Never raises: an invalid value is logged and treated as absent.
+    job: the job for which the agent creates a run if no launcher has created one. If `job` has no name, TULA_JOB
+    provides the name. The function never raises; it logs an invalid value and treats it as absent.
     """
     read = _Environment(environ)
     url = read.text("TULA_URL").rstrip("/")
     if not url or read.text("TULA_DISABLED").lower() not in _OFF:
         return None
     if not url.startswith(("http://", "https://")):
-        logger.warning("TULA_URL is %r: give an http:// or https:// address; nothing is measured", url)
+        logger.warning("nothing is measured: TULA_URL is %r, but must be an http:// or https:// address", url)
         return None
     run_id, job_to_join = read.text("TULA_RUN_ID"), job or WantedJob("")
     job_to_join = replace(job_to_join, name=(job_to_join.name or read.text("TULA_JOB")).strip())
     makes_run = not run_id and bool(job_to_join.name)
     if not makes_run and not is_id(run_id):
-        remedy = "start the script with `tula run`, or name its job in TULA_JOB"
-        logger.warning("TULA_RUN_ID is %r: %s; nothing is measured", run_id, remedy)
+        remedy = "start the script with `tula run`, or set TULA_JOB to the name of its job"
+        logger.warning("nothing is measured: TULA_RUN_ID is %r, which is not a run id; %s", run_id, remedy)
         return None
     process, _, measured = read.text(MEASURED_BY).partition(":")
     if measured == (job_to_join.name if makes_run else run_id) and process != str(os.getpid()):
-        remedy = "call tula_agent.init() in the processes that train, not in a process that starts them"
-        logger.warning("this process is not measured, since process %s, which started it, is: %s", process, remedy)
+        remedy = "call tula_agent.init() only in the processes that train, not in a process that starts them"
+        logger.warning("this process is not measured, because its parent process %s is measured: %s", process, remedy)
         return None
     job_id = read.text("TULA_JOB_ID")
     nodes, ranks_per_node = read.number(int, 1, "TULA_NUM_NODES"), read.number(int, 1, "TULA_RANKS_PER_NODE")
@@ -120,7 +124,7 @@ def read_config(environ: Mapping[str, str] = os.environ, job: WantedJob | None =
         spool_dir=Path(environ.get("TULA_SPOOL_DIR") or default_spool_dir()),
         rank=read.number(int, 0, "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK") or 0,
         world_size=world_size,
-        # srun sets no LOCAL_WORLD_SIZE. A command may start fewer ranks than were planned.
+        # srun does not set LOCAL_WORLD_SIZE, and a command may start fewer ranks than planned.
         ranks_per_node=read.number(int, 1, "LOCAL_WORLD_SIZE") or min(ranks_per_node or 1, world_size),
         restart="-".join((environ.get("TULA_RESTART", "0"), environ.get("TORCHELASTIC_RESTART_COUNT", "0"))),
         plan=_plan(read),
@@ -135,20 +139,20 @@ def read_config(environ: Mapping[str, str] = os.environ, job: WantedJob | None =
 
 
 def keep_children_out(config: AgentConfig) -> None:
-    """Keep the child processes of this process out of its run, such as an evaluation or the training runs of a search.
+    """Keep child processes, such as an evaluation or the trials of a search, out of this process's run.
 
-    Such a process inherits the variables that name the run, and would report as the rank that started it.
+    A child process inherits the variables that name the run, so it would otherwise report as the rank that started it.
     """
     os.environ[MEASURED_BY] = f"{os.getpid()}:{config.job.name if config.job else config.run_id}"
 
 
 def is_id(value: object) -> bool:
-    """Return True for a valid id (`Id` in `tula_wire`), which is safe as a part of a path."""
+    """Return True if `value` is a valid id (`Id` in `tula_wire`), which can safely be part of a path."""
     return isinstance(value, str) and _ID.fullmatch(value) is not None
 
 
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if a launcher started this process as a rank; SLURM_NTASKS alone is the size of an allocation."""
+    """Return True if a launcher started this process as a rank; SLURM_NTASKS shows only the size of an allocation."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return True
     sizes = (
@@ -160,7 +164,7 @@ def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
 def _plan(read: _Environment) -> ProfilePlan | None:
     kind = read.text("TULA_KIND")
     if kind not in ("", "profile", "train"):
-        logger.warning("TULA_KIND is %r and is ignored: give profile or train", kind)
+        logger.warning("TULA_KIND is %r and is ignored: it must be profile or train", kind)
     measure = read.number(int, 1, "TULA_MEASURE_STEPS") or (DEFAULT_MEASURE_STEPS if kind == "profile" else None)
     if measure is None or kind == "train":
         return None
@@ -175,23 +179,23 @@ def _plan(read: _Environment) -> ProfilePlan | None:
 
 
 def _smaller_batches(text: str) -> tuple[tuple[int, str], ...]:
-    """Return the batches in TULA_SMALLER_BATCHES, as in `8=run-1,16=run-2`; empty if the text can't be parsed."""
+    """Return the batch sizes and runs in TULA_SMALLER_BATCHES (`8=run-1,16=run-2`); empty if `text` can't be parsed."""
     pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
     batches = tuple(sorted((int(size), run) for size, _, run in pairs if size.isdecimal() and is_id(run)))
     if len(batches) == len(pairs) and all(size >= 1 for size, _ in batches):
         return batches
-    logger.warning("TULA_SMALLER_BATCHES is %r and is ignored: give batches with their runs, as in 8=run-1", pairs)
+    logger.warning("TULA_SMALLER_BATCHES is %r and is ignored: it must list batches and runs, as in 8=run-1", pairs)
     return ()
 
 
 def _options(text: str) -> tuple[tuple[str, str], ...]:
-    """Return each option's name and value in TULA_OPTIONS, as in `compile=on,precision=bf16`; skip other entries."""
+    """Return the names and values in TULA_OPTIONS, such as `compile=on,precision=bf16`; skip malformed entries."""
     pairs = (part.strip().partition("=") for part in text.split(","))
     return tuple((name, value) for name, equals, value in pairs if name and equals)
 
 
 class _Environment:
-    """Reads variables; an invalid value is logged and treated as absent."""
+    """Reads environment variables; logs an invalid value and treats it as absent."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
@@ -200,7 +204,7 @@ class _Environment:
         return self._environ.get(name, "").strip()
 
     def number(self, kind: type[N], least: N, *names: str, most: float = math.inf) -> N | None:
-        """Return the number in the first of the variables `names` that is set to a finite number within the bounds."""
+        """Return the value of the first variable in `names` that is a finite number within the bounds, or None."""
         for name in names:
             if text := self.text(name):
                 with suppress(ValueError, OverflowError):
@@ -209,7 +213,7 @@ class _Environment:
                         return value
                 bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most:g}"
                 whole = "whole " if kind is int else ""
-                logger.warning("%s is %r and is ignored: give a %snumber %s", name, text, whole, bounds)
+                logger.warning("%s is %r and is ignored: it must be a %snumber %s", name, text, whole, bounds)
         return None
 
 
@@ -217,6 +221,6 @@ def default_spool_dir() -> Path:
     state = os.environ.get("XDG_STATE_HOME")
     try:
         root = Path(state) if state else Path.home() / ".local" / "state"
-    except RuntimeError:  # no home, as in many containers
+    except RuntimeError:  # there is no home directory, as in many containers
         root = Path(tempfile.gettempdir())
     return root / "tula" / "spool"

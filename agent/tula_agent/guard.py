@@ -1,4 +1,4 @@
-"""Guards every call from the job, since the agent must not raise into training."""
+"""Guards every call from the training script, since no exception of the agent may reach the script."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from types import TracebackType
 
 
 def _prefixed(record: logging.LogRecord) -> bool:
-    """Begin a message with `tula: `, which marks it in the script's log and lets `tula tune` pass it on."""
+    """Prefix the message with `tula: `, which marks it in the script's log and lets `tula tune` recognise it."""
     record.msg = f"tula: {record.msg}"
     return True
 
 
 logger = logging.getLogger("tula_agent")
-"""The logger for all messages of the agent."""
+"""Logger for all messages of the agent."""
 logger.addFilter(_prefixed)
 
 GIVE_UP_AFTER = 5
@@ -21,10 +21,10 @@ GIVE_UP_AFTER = 5
 
 
 class Guard:
-    """Catches the exceptions of a part of the agent, logs the first, and turns the part off if it keeps failing.
+    """Catches the exceptions of a part of the agent, logs the first one, and turns the part off if it keeps failing.
 
-    `with guard("memory"): ...` never raises an `Exception`; `KeyboardInterrupt` and `SystemExit` pass through.
-    It has no lock, since a lock could not be pickled with a framework's callback: at worst a line is logged twice.
+    `with guard("memory"): ...` never raises an `Exception`; `KeyboardInterrupt` and `SystemExit` pass through. A guard
+    has no lock, since a lock could not be pickled with a framework's callback; at worst, a line is logged twice.
     """
 
     def __init__(self) -> None:
@@ -39,15 +39,12 @@ class Guard:
         return self.failures.get(part, 0) < GIVE_UP_AFTER
 
     def note(self, part: str, error: BaseException) -> None:
-        """Count a failure of `part`.
-
-        The first is logged with its traceback; the last is logged as the end of the part.
-        """
+        """Count a failure of `part`; log the first one with its traceback, and log when the part is turned off."""
         count = self.failures[part] = self.failures.get(part, 0) + 1
         if count == 1:
-            logger.warning("%s failed, training continues without it: %r", part, error, exc_info=error)
+            logger.warning("%s failed; training continues without it: %r", part, error, exc_info=error)
         elif count == GIVE_UP_AFTER:
-            logger.warning("%s failed %d times and is left out from now on", part, count)
+            logger.warning("%s failed %d times and is turned off", part, count)
 
 
 class _Quiet:

@@ -1,15 +1,15 @@
-"""Ends all ranks within a stated time when one runs out of memory, instead of leaving them in a collective.
+"""Ends all ranks soon after one of them runs out of memory, so that none keeps waiting in a collective.
 
-A rank that runs out of memory leaves its peers waiting in a collective for as long as the backend's timeout (30
-minutes). So the rank that detects the error publishes a notice in the ranks' key-value store and reports the error to
-the service. A thread on every rank checks the store once a second, and ends its process EXIT_WITHIN_S after the notice
-if it still runs. The rank that detected the error may host the store, so it keeps the store open until the others have
-acknowledged the notice, or for two such checks.
+When a rank runs out of memory, the other ranks wait in a collective until the backend's timeout (30 minutes). So the
+rank that detects the error publishes a notice in the ranks' key-value store and reports the error to the service. A
+thread on every rank checks the store once a second, and ends its process if the process is still running EXIT_WITHIN_S
+after the notice. The rank that detected the error may host the store, so it keeps the store open until the other ranks
+have acknowledged the notice, or for the time of two checks.
 
 A rank detects an exception that ends the process, an exception that the script reports with `run.report_out_of_memory`,
 and a CUDA error that the script catches without reporting it. The allocator counts errors of the last kind, but also
-errors that torch itself catches while it looks for the fastest kernel. So a counted error ends a training run only if
-two ranks agree that nothing progresses: this rank and another have both been stuck in a step for STALLED_S.
+errors that torch itself catches while it searches for the fastest kernel. So a counted error ends a training run only
+if this rank and another rank have both been stuck in a step for STALLED_S.
 """
 
 from __future__ import annotations
@@ -27,17 +27,21 @@ import torch
 from tula_agent.rank_channel import CONNECT_WITHIN_S
 
 EXIT_WITHIN_S: Final = 10.0
-"""Seconds from the notice to the end of every rank, enough for clean-up and the agent's last requests."""
+"""Seconds from the notice to the end of every rank; long enough for clean-up and the agent's last requests."""
 LOOK_EVERY_S: Final = 1.0
 STALLED_S: Final = 60.0
-"""Seconds without a new batch in a step after which a rank counts as stuck; at least ten times its longest wait.
+"""Seconds without a new batch during a step after which a rank counts as stuck, or ten times its longest wait if that
+is longer.
 """
 _TIMES_LONGEST: Final = 10.0
 _SETTLED_AFTER: Final = 3
-"""Batches before a rank can count as stuck, since torch compiles and chooses kernels during the first ones.
+"""Number of batches before a rank can count as stuck, since torch compiles and selects kernels during the first
+batches.
 """
 EXIT_CODE: Final = 137
-"""The exit status that a shell shows for a process killed by the kernel's OOM killer; launchers recognise it."""
+"""The exit status that a shell reports for a process killed by the kernel's OOM killer; launchers recognise this
+status.
+"""
 _KEY: Final = "out_of_memory"
 _SUSPECTED: Final = "suspected"
 
@@ -45,14 +49,16 @@ _SIGNS: Final = ("out of memory", "can't allocate memory", "not enough memory", 
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True for the out-of-memory errors of torch, CUDA libraries, NumPy and Python, on a device or the host."""
+    """Return True if `error` is an out-of-memory error of torch, a CUDA library, NumPy or Python, on a device or the
+    host.
+    """
     if isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS)
 
 
 def caught_by_the_script() -> str | None:
-    """Return the last out-of-memory error that the script caught, or None; call it on the training thread."""
+    """Return the last out-of-memory error that the script caught, or None; must be called on the training thread."""
     lowered_for = getattr(sys.modules.get("tula_startup"), "lowered_for", None)
     if lowered_for:
         return str(lowered_for[0])
@@ -60,11 +66,12 @@ def caught_by_the_script() -> str | None:
 
 
 class OomWatch:
-    """Watches one rank from a thread of its own.
+    """Watches one rank from a separate thread.
 
-    channel: a function that returns the connection to the other ranks, or None if there is none within the given number
-    of seconds; None for a single rank. report: sends the message and the batch to the service. progress: returns the
-    number of batches so far, and whether a step is under way whose optimizer has not stepped yet.
+    channel: a function that takes a time limit in seconds and returns the connection to the other ranks, or None if no
+    connection exists within that time; for a single rank, `channel` is None. report: a function that sends a message
+    and the batch size to the service. progress: a function that returns the number of batches so far, and whether a
+    step is in progress whose optimizer has not stepped yet.
     """
 
     def __init__(
@@ -82,7 +89,7 @@ class OomWatch:
         look_every_s: float = LOOK_EVERY_S,
     ) -> None:
         self._channel = channel
-        self._used_channel: Any = None  # carried the notice: must stay open until this process ends
+        self._used_channel: Any = None  # carried the notice, so it must stay open until this process ends
         self._rank = rank
         self._report = report
         self._batch_size = batch_size
@@ -93,7 +100,7 @@ class OomWatch:
         self._end = end
         self._exit_within_s = exit_within_s
         self._look_every_s = look_every_s
-        # Errors counted at the last look, and at the last look before the present batch.
+        # Errors counted at the last check, and at the last check before the current batch.
         self._counted = self._counted_before = 0
         self._batches, self._moved_at, self._longest_s = 0, time.monotonic(), 0.0
         self._suspicions = 0
@@ -120,7 +127,7 @@ class OomWatch:
         self._closed.set()
 
     def close(self, within_s: float) -> None:
-        """Stop, and wait at most `within_s` seconds for an unfinished call to the store or report.
+        """Stop, and wait at most `within_s` seconds for an unfinished call to the store or to `report`.
 
         A thread that returns from C++ into an interpreter that is shutting down ends the process with "terminate called
         without an active exception" (Python before 3.14).
@@ -141,17 +148,17 @@ class OomWatch:
         if self._channel is not None:
             self._schedule_exit()
             try:
-                self._used_channel = self._channel(CONNECT_WITHIN_S)  # not connected yet in the first step
+                self._used_channel = self._channel(CONNECT_WITHIN_S)  # no connection exists yet during the first step
                 if self._used_channel is None:
                     _log("the other ranks could not be notified: there is no connection to them")
                 else:
                     self._used_channel.set(_KEY, {"rank": self._rank, "local_batch_size": batch})
-            except Exception as error:  # the process that hosts the store is gone, and with it the group
+            except Exception as error:  # the process that hosts the store has ended, so the group has too
                 self._used_channel = None
                 _log(f"the other ranks could not be notified ({error})")
         ends = time.monotonic() + 2 * self._look_every_s
         self._report(message, batch)
-        if (channel := self._used_channel) is not None:  # this process may host the store that the others look in
+        if (channel := self._used_channel) is not None:  # this process may host the store that other ranks check
             others = [f"heard/{rank}" for rank in range(channel.world_size) if rank != self._rank]
             with suppress(Exception):
                 while not channel.has(*others) and time.monotonic() < ends:
@@ -181,7 +188,7 @@ class OomWatch:
                     channel.set(f"heard/{self._rank}", True)
 
     def _stands_still(self) -> bool:
-        """Return True if a step is in progress and no batch has arrived for long; an evaluation is not a step."""
+        """Return True if no batch has arrived for a long time during a step; an evaluation is not a step."""
         (batches, in_step), now, counted = self._progress(), time.monotonic(), self._count()
         if batches != self._batches or not in_step:
             if in_step:
@@ -193,13 +200,12 @@ class OomWatch:
         return batches >= _SETTLED_AFTER and now - self._moved_at >= waits_s
 
     def _others_agree(self, channel: Any, stands_still: bool) -> bool:
-        """Return True if this rank counted an error and another rank is stuck too.
-
-        Also confirm to other ranks that this one is stuck.
+        """Return True if this rank counted an error and another rank is stuck too; if this rank is stuck, tell other
+        ranks.
         """
         if not stands_still:
             return False
-        if channel.has(_SUSPECTED):  # answered even if this rank counted an error: both ranks wait
+        if channel.has(_SUSPECTED):  # confirm even if this rank counted an error, since then both ranks wait
             rank, number = channel.get(_SUSPECTED)
             if rank != self._rank:
                 channel.set(f"waits/{rank}/{number}", True)
@@ -211,9 +217,9 @@ class OomWatch:
         return False
 
     def _schedule_exit(self) -> None:
-        """End this process after `exit_within_s` if it still runs; a hung collective or destructor would not end.
+        """End this process after `exit_within_s` seconds if it still runs, since a collective or destructor may hang.
 
-        The timer refers to this object, which keeps the store open for other ranks that may still read it.
+        The timer keeps a reference to this object, so the store stays open for other ranks that may still read from it.
         """
         timer = threading.Timer(self._exit_within_s, lambda: self._end(EXIT_CODE))
         timer.daemon = True
@@ -227,9 +233,9 @@ def _own_device() -> int | None:
 
 
 def cuda_oom_count(device: int | None) -> int:
-    """Return how many out-of-memory errors this process's CUDA allocator has had on `device`; 0 without CUDA.
+    """Return the number of out-of-memory errors of this process's CUDA allocator on `device`; 0 without CUDA.
 
-    device: an index, since each thread has its own current device.
+    device: the index of a device (None without CUDA), since the current device differs between threads.
     """
     if device is None:
         return 0

@@ -1,4 +1,4 @@
-"""Tracks the position of training in its data, and the random number generators that the next step uses."""
+"""Tracks how far training has progressed through its data, and saves and restores random number generators."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ T = TypeVar("T")
 
 @dataclass
 class Position:
-    """Number of complete epochs, and of batches consumed in the current epoch.
+    """Position of training: the number of complete epochs, and the number of batches consumed in the current epoch.
 
-    `step` counts micro-steps from the start of training. `epochs_before` is the progress of earlier processes, in
-    epochs because these do not depend on the batch size; `known` is True once the script or `resume` has set it.
-    `resumable`: the script calls `resume`, so the random state must be read. `at_epoch_start`: the random state at the
-    start of the current epoch. `pending`: how to continue an interrupted epoch: the batches to skip, the random state
-    at its start, and the random state after those batches.
+    `step` counts micro-steps from the start of training. `epochs_before` is the progress of earlier processes, measured
+    in epochs because these do not depend on the batch size; `known` is True once the script or `resume` has set
+    `epochs_before`. `resumable`: True if the script calls `resume`, so that the random state must be read.
+    `at_epoch_start`: the random state at the start of the current epoch. `pending`: the data to continue an interrupted
+    epoch (the number of batches to skip, the random state at the start of the epoch, and the random state after the
+    skipped batches).
     """
 
     epoch: int = 0
@@ -61,19 +62,19 @@ class Position:
 
 
 def _captured(loader: Any) -> dict[str, Any]:
-    """Return the captured state, or an empty dictionary if a generator cannot be read.
+    """Return the captured random state, or an empty dictionary if a generator cannot be read.
 
-    Only the writing of a checkpoint may fail because of it.
+    Only writing a checkpoint may fail for that reason.
     """
     try:
         return capture_randomness(loader)
     except Exception as error:
-        logger.info("random numbers cannot be read, so a resumed run may draw others: %r", error)
+        logger.info("the random state cannot be read, so a resumed run may draw different random numbers: %r", error)
         return {}
 
 
 def _share(batches: int, loader: Iterable[Any]) -> float:
-    """Return this number of batches as a fraction of an epoch; 0 for a loader without a length."""
+    """Return a number of batches as a fraction of an epoch; 0 if the loader has no length."""
     try:
         return min(1.0, batches / len(loader))  # type: ignore[arg-type]
     except Exception:  # a loader's own __len__ may raise anything
@@ -81,7 +82,7 @@ def _share(batches: int, loader: Iterable[Any]) -> float:
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
-    """Return the loader's own generators; samplers often share the loader's."""
+    """Return the distinct generators of the loader and its samplers, which often share the loader's."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     generators = [getattr(holder, "generator", None) for holder in holders]
@@ -90,7 +91,9 @@ def _generators(loader: Any) -> list[torch.Generator]:
 
 
 def capture_randomness(loader: Any = None) -> dict[str, Any]:
-    """Return the state of every generator that a step may use: torch (CPU, CUDA), NumPy, Python, the loader's own."""
+    """Return the state of every generator that a step may use: those of torch (CPU, CUDA), NumPy, Python and the
+    loader.
+    """
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()

@@ -14,21 +14,23 @@ from tula_wire.bounds import FURTHER_WARMUP_STEPS
 from tula_wire.precision import FEWEST_STEPS, MOST_TIMES, is_known, is_long_enough, spread
 
 DECIDE_EVERY = 4
-"""Steps between two opportunities to end early, once FEWEST_STEPS steps have been measured."""
+"""Number of steps between two opportunities to end early, once FEWEST_STEPS steps have been measured."""
 TRAIN_WARMUP_STEPS = 5
 PEERS_WITHIN_S = 10.0
 DECISION_WITHIN_S = 600.0
-"""How long a rank waits for the first rank's decision; a collective of the training run would wait as long."""
+"""Time that a rank waits for the first rank's decision; a collective in the training run would wait as long."""
 
 
 class StopAgreement:
     """Ends profiling on all ranks together: the first rank decides, and the others read its decision at fixed steps.
 
-    Call `join` once, after steps that synchronise gradients: all ranks with an agent reach it at the same time, and a
-    rank without an agent costs the others PEERS_WITHIN_S once. After that, ranks wait only for the first rank's
-    decision, and only if training waits for the first rank anyway. Ranks without a rendezvous never agree.
+    Call `join` once, after steps that synchronise gradients, since all ranks that have an agent then reach the call at
+    the same time. If a rank has no agent, the others wait PEERS_WITHIN_S once. After that, ranks wait only for the
+    first rank's decision, and only when training waits for the first rank anyway. Without a rendezvous, the ranks never
+    agree.
 
-    joined: True once it is known whether all ranks take part. agreed: True if all do; only then may a loop end early.
+    joined: True once it is known whether all ranks take part. agreed: True if all ranks take part; only then may a loop
+    end early.
     """
 
     def __init__(self, rendezvous: RankRendezvous | None, guard: Guard, world_size: int = 1) -> None:
@@ -38,12 +40,12 @@ class StopAgreement:
         self.agreed = self.joined = world_size == 1
 
     def join(self, plan: ProfilePlan | None) -> ProfilePlan | None:
-        """Find out whether all ranks take part; return the first rank's plan on every rank."""
+        """Determine whether all ranks take part; return the first rank's plan on every rank."""
         self.joined = True
         with self._guard("finding the other ranks"):
             channel = self._channel = None if self._rendezvous is None else self._rendezvous.channel(PEERS_WITHIN_S)
             if channel is not None and channel.rank == 0:
-                if plan is not None:  # a training waits for nobody
+                if plan is not None:  # a training run waits for no other rank
                     ends = time.monotonic() + PEERS_WITHIN_S
                     others = [f"joined/{rank}" for rank in range(1, channel.world_size)]
                     self.agreed = all(channel.wait(key, ends - time.monotonic()) for key in others)
@@ -56,16 +58,16 @@ class StopAgreement:
                     plan = None if answer[1] is None else _parse_plan(answer[1])
         if not self.agreed and plan is not None:
             logger.warning(
-                "the ranks could not agree, so the run can't end early: call tula_agent.init() on all of them, and "
-                "begin run.steps() after init_process_group()"
+                "the ranks could not agree, so the run can't end early: call tula_agent.init() on all ranks, and start "
+                "to iterate over run.steps() after init_process_group()"
             )
         return plan
 
     def decide(self, measured: int, measure_steps: int, wants_stop: bool, first_step: int = 0) -> bool:
         """Return True if the ranks have agreed that the measurement that began at `first_step` ends at this step.
 
-        measured: steps after warm-up, and measure_steps: the requested number, the same on every rank. wants_stop:
-        only the value of the first rank counts.
+        measured: the number of steps after warm-up, and measure_steps: the requested number; both are the same on every
+        rank. wants_stop: only the first rank's value is used.
         """
         channel = self._channel
         if channel is None:
@@ -78,37 +80,37 @@ class StopAgreement:
                 channel.set(f"stop/{first_step}/{measured}", wants_stop)
                 return wants_stop
             return bool(channel.wait(f"stop/{first_step}/{measured}", DECISION_WITHIN_S))
-        self.agreed = False  # the store is gone, for every rank at once: no rank ends early from now on
+        self.agreed = False  # the store is gone for all ranks, so no rank ends early from now on
         return False
 
 
 class Profiling:
     """Decides whether this run profiles, and when it has measured enough.
 
-    `plan` is None in a training run. The plan comes only from the environment, because a service that could turn a
-    training run into a profiling run could end it. `stop_soon` is called on the shipping thread and takes effect at the
-    next step that all ranks share. launch: the batches to measure, each after a separate warm-up.
+    `plan` is None in a training run. The plan comes only from the environment: if the service could turn a training run
+    into a profiling run, it could end training. `stop_soon` is called on the shipping thread and takes effect at the
+    next step at which all ranks can stop. launch: the batch sizes to measure, each after a separate warm-up.
     """
 
     def __init__(self, plan: ProfilePlan | None, launch: Launch, guard: Guard) -> None:
         self.plan = plan
         self._launch, self._guard = launch, guard
         self.stopping = False
-        self.pending = False  # True: `agree` has something to do
+        self.pending = False  # True: `agree` must be called
         self._agreement = StopAgreement(None, guard)
         self._times: list[float] = []
-        self._usual_spread = 0.0  # of the batches that this launch has measured
+        self._usual_spread = 0.0  # of the batch sizes that this launch has measured
         self._began_s, self._start_up_s = time.monotonic(), 0.0
         self._stop_requested: str | None = None
 
     @property
     def probe_s(self) -> float:
-        """Return the seconds for which the ranks probe their links; 0 unless all take part."""
+        """Return the number of seconds for which the ranks probe their links; 0 unless all ranks take part."""
         return self.plan.probe_s if self.plan is not None and self._agreement.agreed else 0.0
 
     @property
     def warmup_steps(self) -> int:
-        """Return the number of first steps of the present batch that do not count."""
+        """Return the number of warm-up steps for the current batch size; these steps are not measured."""
         if self.plan is None:
             return TRAIN_WARMUP_STEPS
         further = self._launch.first_step > 0
@@ -116,40 +118,42 @@ class Profiling:
 
     @property
     def measuring(self) -> bool:
-        """Return True while a profiling run still measures."""
+        """Return True if this is a profiling run that has not measured enough yet."""
         return self.plan is not None and not self.stopping
 
     @property
     def timed_steps(self) -> int:
-        """Return the number of steps of the present batch, after its warm-up, whose time counts."""
+        """Return the number of measured steps of the current batch size, excluding its warm-up."""
         return len(self._times)
 
     def use(self, agreement: StopAgreement) -> None:
-        """Use the ranks of `agreement` from now on."""
+        """Use `agreement` from now on."""
         self._agreement = agreement
         self.pending = self.pending or not agreement.joined
 
     def stop_soon(self, run_id: str) -> None:
-        """Stop the run soon, since the service reports that it has ended, for example because it was cancelled."""
+        """Stop run `run_id` soon, since the service reports that the run has ended, for example because it was
+        cancelled.
+        """
         self._stop_requested = run_id
 
     def drop_smaller_batches(self) -> None:
-        """Measure only one batch."""
+        """Measure only the whole batch, without the smaller ones."""
         if self.plan is not None:
             self.plan = replace(self.plan, smaller_batches=())
 
     def measure_alone(self, *, ends: bool) -> None:
-        """Stop agreeing with other ranks: if ranks step unequally often, there is no common step at which all could
-        end.
+        """Stop agreeing with the other ranks, because ranks that take different numbers of steps cannot end at the same
+        step.
 
-        A rank ends its measurement only if `ends` is set.
+        This rank ends its measurement only if `ends` is True.
         """
         self._agreement, self.pending = StopAgreement(None, self._guard), False
         self._agreement.agreed = ends
         self.drop_smaller_batches()
 
     def begin_again(self) -> None:
-        """Start measuring another batch, beginning with its warm-up."""
+        """Start measuring another batch size, beginning with its warm-up."""
         self.stopping = False
         self._usual_spread = max(self._usual_spread, spread(self._times))
         self._times = []
@@ -161,10 +165,10 @@ class Profiling:
         if not self._agreement.joined:
             self.plan = self._agreement.join(self.plan)
             if not self._agreement.agreed:
-                self.drop_smaller_batches()  # the ranks would not end a batch at the same step
+                self.drop_smaller_batches()  # the ranks would not end a measurement at the same step
 
     def may_repeat(self) -> bool:
-        """Return True if a profiling run needs more steps than its loader has; the same on all ranks."""
+        """Return True if a profiling run needs more steps than its loader has; the result is the same on all ranks."""
         if not self.measuring:
             return False
         if not self._agreement.joined:
@@ -172,7 +176,8 @@ class Profiling:
         return self.measuring and self._agreement.agreed
 
     def ends(self, step: int, step_time_s: float | None, run_id: str = "") -> bool:
-        """Return True if `run_id` ends with `step`, which took `step_time_s` (None if its time is not comparable).
+        """Return True if run `run_id` ends with `step`, which took `step_time_s` (None: not comparable with other
+        steps).
 
         A run ends because the service reports that it was cancelled, or because the first rank has measured the
         requested steps or enough for the required precision. It ends at the next step at which all ranks read the

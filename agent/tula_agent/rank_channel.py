@@ -1,16 +1,20 @@
-"""Lets ranks reach agreement. The agent has three mechanisms for distinct purposes; this module contains the first.
+"""Lets ranks exchange messages. The agent has three mechanisms by which ranks agree; this module contains the first.
 
-1. A key-value store (`Channel`, here; `StopAgreement` in profiling.py and `OomWatch` in oom_watch.py use it). It passes
-messages between threads of any rank at any time, without a collective: a rank that hangs in a collective, or has no
-agent, neither delays it nor is delayed by it. It carries telemetry and the decision to stop a profiling run, but never
-a weight. 2. A reduction over ranks (`tula_agent.scaling.ranks`). Inside the optimizer's step every rank is at the same
-place, and all must compute the same bits. Numbers that change a weight are therefore summed by the collective that
-training uses anyway. 3. A gather of objects (`_Ranks` in checkpoint.py). The script calls `run.checkpoint` on all
-ranks; if one fails, all must fail with the same message. Checkpoints are rare, so a slow, general collective is good
-enough.
+1. A key-value store (`Channel` in this module, which `StopAgreement` in profiling.py and `OomWatch` in oom_watch.py
+use). Threads of any rank can exchange messages through the store at any time, without a collective. So a rank that
+hangs in a collective or has no agent does not delay the messages of other ranks. The store carries telemetry and the
+decision to stop a profiling run, but never a weight.
 
-The store is torchrun's or, without torchrun, a store that the first rank hosts for this purpose. The process group's
-own store would have to be kept open, and a new group at the same address would find the keys of the old one.
+2. A reduction over ranks (`tula_agent.scaling.ranks`). Inside the optimizer's step, every rank is at the same place,
+and all ranks must compute the same bits. Numbers that change a weight are therefore summed by the collective that
+training uses anyway.
+
+3. A gather of objects (`_Ranks` in checkpoint.py). The script calls `run.checkpoint` on all ranks; if one fails, all
+must fail with the same message. Checkpoints are rare, so a slow, general collective is good enough.
+
+The store is torchrun's store or, without torchrun, a store that the first rank hosts for this purpose. The process
+group's own store is unsuitable, because it would have to be kept open, and a new group at the same address would find
+the old group's keys in it.
 """
 
 from __future__ import annotations
@@ -30,19 +34,20 @@ import torch.distributed as dist
 
 from tula_agent.config import AgentConfig
 
-_stores: Any = dist  # untyped: torch builds without distributed lack its stores
+_stores: Any = dist  # untyped, since torch builds without distributed have no stores
 
 RING = 64
-"""Number of messages that the store keeps of each sender; a new message overwrites the oldest."""
+"""Number of messages that the store keeps from each sender; a new message overwrites the oldest."""
 CONNECT_WITHIN_S = 5.0
 _ADDRESS, _OPEN = "address", "open"
 
 
 class Channel:
-    """Messages between ranks, from any thread. `prefix` makes keys private to one process group of one start of a run.
+    """Exchanges messages between ranks, from any thread. `prefix` separates the keys of different process groups and
+    starts.
 
-    `set` and `get` are round trips of about 50 us. When the store is gone they raise its errors (RuntimeError and
-    subclasses); callers run under a guard.
+    `set` and `get` each take a round trip of about 50 us. If the store is gone, they raise the store's errors
+    (RuntimeError and subclasses), so callers must use a guard.
     """
 
     def __init__(self, store: Any, prefix: str, rank: int, world_size: int) -> None:
@@ -58,7 +63,7 @@ class Channel:
         self._store.set(self._prefix + key, json.dumps(value))
 
     def has(self, *keys: str) -> bool:
-        """Return True if all of `keys` have been published; never waits."""
+        """Return True if all of `keys` have been published; never wait."""
         return bool(self._store.check([self._prefix + key for key in keys]))
 
     def wait(self, key: str, within_s: float) -> Any:
@@ -77,29 +82,29 @@ class Channel:
         return json.loads(self._store.get(self._prefix + key))
 
     def post(self, message: Any) -> None:
-        """Leave `message` for the first rank; the store keeps each rank's last RING messages."""
+        """Store `message` for the first rank; the store keeps each rank's last RING messages."""
         self.set(f"box/{self.rank}/{self._sent % RING}", [self._sent, message])
         self._sent += 1
 
     def collect(self, rank: int) -> list[Any]:
-        """Return the messages of `rank` since the last call, oldest first; never waits."""
+        """Return the messages that `rank` has posted since the last call, oldest first; never wait."""
         messages = []
         while self.has(f"box/{rank}/{self._next[rank] % RING}"):
             number, message = self.get(f"box/{rank}/{self._next[rank] % RING}")
             if number < self._next[rank]:
-                break  # a message of the previous round
+                break  # an old message that has not been overwritten
             messages.append(message)
             self._next[rank] = number + 1
         return messages
 
 
 class RankRendezvous:
-    """Gives each rank of a process group one `Channel`, shared by its threads.
+    """Provides each rank of a process group with one `Channel`, which the rank's threads share.
 
-    Every rank creates one when it begins to train in that group. The first rank chooses a store for all ranks:
-    torchrun's, which outlives every rank, or else a new store on a free port. It publishes the address in
-    `group_store`, the group's own store, to which it keeps only a weak reference; the other ranks connect to that
-    address.
+    Every rank creates a rendezvous when it begins to train in the group. The first rank chooses a store for all ranks:
+    torchrun's store, which outlives every rank, or else a new store on a free port. The first rank publishes the
+    store's address in `group_store`, the group's own store, and the other ranks connect to that address. A rendezvous
+    keeps only a weak reference to `group_store`.
     """
 
     def __init__(self, group_store: Any, prefix: str, rank: int, world_size: int) -> None:
@@ -137,7 +142,9 @@ class RankRendezvous:
         return self._channel
 
     def _reach(self, addresses: list[tuple[str, int]]) -> None:
-        """Try each address only once, since a second attempt would take as long again."""
+        """Connect to the first address that works; try each address only once, since a second attempt would take as
+        long.
+        """
         failed = []
         for host, port in addresses:
             try:
@@ -145,7 +152,7 @@ class RankRendezvous:
                 if channel.has(_OPEN):
                     self._channel = channel
                     return
-                error = "not the first rank's store"  # the name may belong to another machine in this network
+                error = "this is not the first rank's store"  # the name may belong to another machine in this network
             except Exception as caught:
                 error = f"{caught}"[:300]
             failed.append(f"{host}:{port} ({error})")
@@ -158,7 +165,7 @@ class RankRendezvous:
     def connect(self, host: str, port: int, within_s: float) -> Channel:
         """Return a channel over the store at `host`:`port`.
 
-        Raises RuntimeError if it does not answer within `within_s` seconds.
+        Raises RuntimeError if the store does not respond within `within_s` seconds.
         """
         store = _stores.TCPStore(host, port, **_options(within_s), is_master=False)
         store.set_timeout(timedelta(seconds=CONNECT_WITHIN_S))
@@ -175,14 +182,16 @@ def current_group() -> Any:
 
 
 def with_group_place(config: AgentConfig) -> AgentConfig:
-    """Return `config` with the process group's rank and world size, if any; `mp.spawn` sets no variables for them."""
+    """Return `config` with the rank and world size of the process group, if any; `mp.spawn` does not set these
+    variables.
+    """
     if current_group() is None:
         return config
     return replace(config, rank=dist.get_rank(), world_size=dist.get_world_size())
 
 
 def _list_hosts(store: Any) -> list[str]:
-    """Return the names by which other ranks may reach this rank, which also hosts the group's TCPStore."""
+    """Return the host names at which other ranks may reach this rank, which also hosts the group's TCPStore."""
     while isinstance(store, _stores.PrefixStore):
         store = getattr(store, "underlying_store", None)  # absent in old versions
     named = str(store.host) if isinstance(store, _stores.TCPStore) else os.environ.get("MASTER_ADDR")

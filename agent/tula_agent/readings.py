@@ -1,7 +1,7 @@
-"""The inbox between the training thread, which measures, and the shipping thread, which sends.
+"""Queues between the training thread, which measures, and the shipping thread, which sends the measurements.
 
-`measure/` returns the records below, the recorder puts them into `Readings`, and `ship/` takes them out. Neither of the
-two packages imports the other.
+`measure/` returns the records in this module, the recorder puts them into `Readings`, and `ship/` takes them out.
+`measure/` and `ship/` do not import each other.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from tula_agent.torch_private import local_part
 
 T = TypeVar("T")
 _THREAD_LOCAL = 1
-"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, the mode of a thread that ignores captures in other threads."""
+"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, the mode in which a thread ignores captures in other threads."""
 
 
 class StepTiming(NamedTuple):
-    """One optimizer step on this rank, in seconds: `step_time_s` spans batch to batch, including waits for data.
+    """Times of one optimizer step on this rank in seconds; `step_time_s` lasts from batch to batch, with waits for
+    data.
 
-    `uneven`: its micro-steps had different batch sizes, or the step differs from the run's usual step.
-    `optimizer_time_s` is the time from the first optimizer's call to the end of the step, including the clearing of
+    `uneven`: True if the micro-steps had different batch sizes, or the step differs from the run's usual step.
+    `optimizer_time_s`: the time from the first optimizer's call to the end of the step, including the clearing of
     gradients; None if no optimizer was watched or the host does not wait for the device.
     """
 
@@ -39,7 +40,7 @@ class StepTiming(NamedTuple):
 
 
 class CommTiming(NamedTuple):
-    """The times of one step by DDP's clock on this rank, in seconds, including waits for slower ranks."""
+    """Times of one step on this rank in seconds, measured by DDP, including waits for slower ranks."""
 
     step: int
     step_time_s: float
@@ -49,12 +50,12 @@ class CommTiming(NamedTuple):
 
     @property
     def compute_time_s(self) -> float:
-        """Return the step's time without waits for data or collectives."""
+        """Return the step time without the waits for data and for collectives."""
         return max(0.0, self.step_time_s - self.input_time_s - self.exposed_comm_time_s)
 
 
 class HostCopy:
-    """A GPU tensor that is being copied to pinned host memory; `host` has the values once `event` has passed."""
+    """A GPU tensor that is being copied to pinned host memory; `host` is complete once `event` has completed."""
 
     __slots__ = ("event", "host")
 
@@ -66,14 +67,14 @@ class HostCopy:
 
 
 def to_number(value: Any) -> float | HostCopy:
-    """Return a float if that needs no wait, else a `HostCopy`.
+    """Return `value` as a float if that requires no waiting, or else as a `HostCopy`.
 
     Raises TypeError or ValueError if `value` is not a single number.
     """
     if isinstance(value, torch.Tensor):
-        value = local_part(value)  # anything else on a DTensor may start a collective, and only one rank calls this
+        value = local_part(value)  # only one rank calls this, so no operation may start a collective
         if value.numel() != 1:
-            raise ValueError(f"a tensor of shape {tuple(value.shape)} is not one number: log its mean")
+            raise ValueError(f"a tensor of shape {tuple(value.shape)} is not a single number: log its mean instead")
         if value.device.type == "cuda":
             return HostCopy(value.detach().float().reshape(()))
         value = value.detach().reshape(()).item()
@@ -81,7 +82,7 @@ def to_number(value: Any) -> float | HostCopy:
 
 
 class Interval:
-    """The events of one step in the device's stream; open until the end of the step is recorded.
+    """CUDA events of one step in the device's stream; the interval is open until the end of the step is recorded.
 
     The events return to `free` once `poll` has returned times, or after `release`.
     """
@@ -96,10 +97,10 @@ class Interval:
         self.end: Any = None
 
     def poll(self) -> tuple[float, float | None, float | None] | None:
-        """Return the times of the step in seconds, or None while the device has not reached its end; never waits.
+        """Return three times of the step in seconds, or None if the device has not completed the step yet; never wait.
 
-        The three times are the whole step; the wait for data, which is zero while the device had other work; and the
-        time from the optimizer's call to the end of the step. The last two are None if their event was not recorded.
+        They are the time of the whole step; the wait for data, which is zero if the device had other work; and the time
+        from the optimizer's call to the end of the step. Each of the last two is None if its event was not recorded.
         """
         if self.end is None or not self.end.query():
             return None
@@ -112,7 +113,7 @@ class Interval:
         return whole, waited, stepped
 
     def release(self) -> None:
-        """Return the events to `free`; recording an event again overwrites its time."""
+        """Return the events to `free` for reuse; recording an event again overwrites its time."""
         held = [e for e in (self.start, self.batch, self.optimizer, self.end) if e is not None]
         self.start = self.batch = self.optimizer = self.end = None
         self._free.extend(held)
@@ -122,8 +123,8 @@ class Interval:
 def beside_captures() -> Iterator[None]:
     """Let this thread query events while another thread captures a CUDA graph.
 
-    In a thread of the default mode, such a query ends the capture with an error. PyTorch has no public way to set this
-    mode of the driver; its own NCCL watchdog sets it around each query.
+    If this thread is in the driver's default capture mode, its query ends the capture with an error. PyTorch has no
+    public function that sets the mode; PyTorch's own NCCL watchdog sets it around each query.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         yield
@@ -131,11 +132,11 @@ def beside_captures() -> Iterator[None]:
     library, name = ("libamdhip64.so", "hip") if torch.version.hip else ("libcuda.so.1", "cu")
     try:
         exchange = getattr(ctypes.CDLL(library), f"{name}ThreadExchangeStreamCaptureMode")
-    except (OSError, AttributeError):  # the captures of a driver without it are in danger, as the documents say
+    except (OSError, AttributeError):  # without this function, a query may end a capture, as documented
         yield
         return
     mode = ctypes.c_int(_THREAD_LOCAL)
-    exchange(ctypes.byref(mode))  # `mode` has the former one now
+    exchange(ctypes.byref(mode))  # `mode` now contains the previous mode
     try:
         yield
     finally:
@@ -143,15 +144,17 @@ def beside_captures() -> Iterator[None]:
 
 
 class Readings:
-    """Bounded queues that the training thread only appends to and the shipping thread only takes from.
+    """Bounded queues to which the training thread only adds entries and from which the shipping thread only takes them.
 
     `deque.append` and `popleft` are atomic, so the training thread takes no lock. If a queue has `limit` entries, a new
-    entry is dropped and counted. `steps`: timing, warm-up, sampled; `comm`: DDP's times of earlier steps, of which the
-    oldest are dropped instead, since the steps are kept; `device`: steps that the device times, added before they end;
-    `memory`: the newest breakdown by local batch; `energy_per_step_j`: the newest joules of a step, by local batch;
-    `timelines`: the timeline of buckets from `measure/ddp.py`, by local batch; `all_reduces`: the result of a probe;
-    `host`: facts about the script and the host, by the names of `tula_wire.HostFacts`; `epochs_before`: the epochs that
-    earlier processes of this training completed (None: unknown); `expects_comm`: every rank reports `CommTiming`s.
+    entry is dropped and counted. `steps`: each step's timing, whether it belongs to the warm-up, and whether it is
+    sampled. `comm`: DDP's times of earlier steps; if this queue is full, the oldest entry is dropped instead, since the
+    steps themselves are kept. `device`: steps that the device times, added before they end. `memory`: the latest memory
+    breakdown for each local batch size. `energy_per_step_j`: the latest energy per step in joules for each local batch
+    size. `timelines`: the timeline of buckets from `measure/ddp.py` for each local batch size. `all_reduces`: the
+    result of the probe in `measure/all_reduces.py`. `host`: facts about the script and the host, named as in
+    `tula_wire.HostFacts`. `epochs_before`: the number of epochs that earlier processes of this training completed
+    (None: unknown). `expects_comm`: True if every rank reports `CommTiming`s.
     """
 
     def __init__(self, limit: int) -> None:
@@ -167,12 +170,12 @@ class Readings:
         self.steps: deque[tuple[StepTiming, bool, bool]] = deque()
         self._values: deque[tuple[int, str, float | HostCopy]] = deque()
         self.comm: deque[CommTiming] = deque(maxlen=limit)
-        self.device: deque[tuple[int, Interval]] = deque()  # bounded by the pool of events
+        self.device: deque[tuple[int, Interval]] = deque()  # its length is limited by the number of events
 
     def add_step(self, timing: StepTiming, warmup: bool, sampled: bool = True) -> None:
         """Add a step that has ended.
 
-        Every step is a point of the step-time series; only a sampled step becomes a sample.
+        Every step becomes a point in the step-time series, but only a sampled step becomes a sample.
         """
         if len(self.steps) >= self._limit:
             self.dropped += 1
@@ -180,14 +183,14 @@ class Readings:
             self.steps.append((timing, warmup, sampled))
 
     def add_value(self, step: int, name: str, value: float | HostCopy) -> None:
-        """Add a named number of a step."""
+        """Add a named value of a step."""
         if len(self._values) >= self._limit:
             self.dropped += 1
         else:
             self._values.append((step, name, value))
 
     def take_values(self) -> list[tuple[int, str, float]]:
-        """Take all numbers that have arrived on the host; leave numbers that are still on a device."""
+        """Remove and return the values that have arrived on the host; keep values that are still on a device."""
         arrived: list[tuple[int, str, float]] = []
         for step, name, value in take(self._values):
             if not isinstance(value, HostCopy):
@@ -200,11 +203,11 @@ class Readings:
 
 
 def take(queue: deque[T]) -> list[T]:
-    """Empty `queue` and return its entries, oldest first. Another thread may take from it meanwhile."""
+    """Remove and return the entries of `queue`, oldest first; another thread may take entries at the same time."""
     taken: list[T] = []
     with suppress(IndexError):
-        # This does not loop until the queue is empty, since a training thread may add as fast as this thread takes. It
-        # takes entries one by one, so that no taken entry is lost.
+        # Do not loop until the queue is empty, since a training thread may add entries as fast as this thread removes
+        # them. Remove the entries one by one, so that none is lost.
         for _ in range(len(queue)):
             taken.append(queue.popleft())  # noqa: PERF401
     return taken

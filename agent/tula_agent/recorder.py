@@ -1,4 +1,4 @@
-"""Decides what a run measures and when; connects `measure/` to `ship/` on the training thread."""
+"""Decides what a run measures and when, and connects `measure/` to `ship/` on the training thread."""
 
 from __future__ import annotations
 
@@ -42,45 +42,44 @@ if TYPE_CHECKING:
     from tula_agent.scaling.pull import ServedNumbers
 
 EVERY_STEP_UNTIL, THEN_EVERY = 100, 5
-"""Training runs send a sample of every step at first, then of every fifth: a drift is noticed within 100 steps.
+"""Training runs send a sample of every step at first and then of every fifth, so that a drift is noticed in 100 steps.
 
 Telemetry includes every step.
 """
 MEMORY_EVERY_STEPS = 1000
 COUNTED_STEP = 1
-"""Step whose operations are counted: the first step that is like all later ones, and a warm-up step in most runs."""
+"""Step whose operations are counted: the first step that resembles all later steps, and in most runs a warm-up step."""
 BUCKETS_TIMED_FROM = 2
-"""Steps of a launch before buckets are timed, since DDP orders its buckets in the first step.
+"""Number of steps in a launch before DDP's buckets are timed, since DDP orders its buckets in the first step.
 
-Later batches are timed from their first step on, because hooks on every parameter slow a step down and these batches
-have fewer warm-up steps.
+At later batch sizes, buckets are timed from the first step on: the hooks on every parameter slow a step down, and these
+batch sizes have fewer warm-up steps.
 """
 SWITCHES_SEEN_AFTER = 1
-"""The step after which hooks look at a script's switches for one step: by then compilation is over."""
+"""Step after which hooks observe the script's switches during one step; by then, compilation has finished."""
 WATCHED_KNOWN_STEP, UNWATCHED_KNOWN_STEP = 2, 24
-"""Steps after which accumulation is known: from two steps of watched optimizers, or from the calls of others.
-"""
+"""Steps after which accumulation is known, for watched optimizers and for optimizers whose calls are only counted."""
 REQUEST_TIMEOUT_S = 5.0
 _FEW_OPTIMIZERS = 8
-"""Most optimizers to time: a script with more has one per parameter, and they step during the backward pass."""
+"""Maximum number of optimizers to time; a script with more has one per parameter, which step in the backward pass."""
 _LASTING = 3
-"""Number of consecutive steps with an unusual batch size that rules out the end of an epoch as the cause."""
+"""Number of consecutive steps with an unusual batch size that rule out the end of an epoch as the cause."""
 
 _recorders = count()
 
 
 class TrackedObjects:
-    """The models and optimizers passed to `run.watch`, over all its calls, in order, while the script keeps them.
+    """Models and optimizers passed to all calls of `run.watch`, in order, for as long as the script keeps them.
 
-    They are held weakly, because a model that we kept would keep its process group open. scaled: the optimizers that
-    scale gradients (`TulaOptimizer`) and need to see each batch, with the numbers that each reported last.
+    References are weak, because a strong reference to a model would keep its process group open. scaled: the optimizers
+    that scale gradients (`TulaOptimizer`) and must observe each batch, with the values that each of them reported last.
     """
 
     def __init__(self) -> None:
         self.models: WeakKeyDictionary[torch.nn.Module, None] = WeakKeyDictionary()
         self.optimizers: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
         self.scaled: WeakKeyDictionary[Any, dict[str, float]] = WeakKeyDictionary()
-        self.scales = False  # so that the hot path calls nothing
+        self.scales = False  # saves a call in the hot path
 
     def add(self, models: Iterable[Any], optimizers: Iterable[Any]) -> list[Any]:
         """Track models and optimizers; return the new optimizers."""
@@ -99,10 +98,10 @@ class TrackedObjects:
         return new
 
     def changed_values(self) -> Iterator[tuple[str, float]]:
-        """Yield the reported numbers that have changed, by name; the second optimizer's are called `name_2`.
+        """Yield the name and value of each reported number that has changed; names of the second optimizer end in `_2`.
 
-        Scripts may have an optimizer for matrices, or for each network; in one column, only the last writer's numbers
-        would remain.
+        A script may have several optimizers, such as one per network. If they shared a column, only the values of the
+        last optimizer would remain.
         """
         for number, (optimizer, reported) in enumerate(self.scaled.items(), 1):
             for name, value in optimizer.telemetry().items():
@@ -111,9 +110,10 @@ class TrackedObjects:
                     yield name if number == 1 else f"{name}_{number}", value
 
     def observe_batch(self, batch: Any, size: float | None, share: float, times: int) -> None:
-        """Pass the batch of a micro-step (a `share` of the loader's) to scaling optimizers, for `times` micro-steps.
+        """Pass a batch (a `share` of the loader's batch) to the scaling optimizers, once for each of `times`
+        micro-steps.
 
-        size: the number of examples, if the batch itself shows a different number.
+        size: the number of examples if the batch itself shows a different number, or None.
         """
         for optimizer in self.scaled:
             for _ in range(times):
@@ -123,11 +123,11 @@ class TrackedObjects:
 class Recorder:
     """Records one run in one process. Its methods are called on the training thread, under the run's guard.
 
-    Three methods run at least once per step: `want_batch`, `batch_ready` and `before_optimizer_step`. None of them
-    takes a lock or waits; torch calls the last one, which never raises.
+    Three methods run at least once per step: `want_batch`, `batch_ready` and `before_optimizer_step`. None of these
+    methods takes a lock or waits; torch calls `before_optimizer_step`, which never raises.
     """
 
-    # A step reads these attributes, mostly with cold caches: in a dictionary of all attributes that costs a tenth more.
+    # Each step reads these attributes, mostly with cold caches; a dictionary would make this take a tenth longer.
     __slots__ = (
         "__dict__", "__weakref__", "_batch_size", "_bucket_timer", "_comm_split", "_device_clock", "_last_step_s",
         "_other_sizes", "_quiet_until", "_sizes_vary", "_unclocked_step", "config", "energy", "finished", "gradients",
@@ -147,7 +147,7 @@ class Recorder:
         self.ends_for_smaller: Callable[[int, int], bool] | None = None  # see `Run._ends_for_smaller`
         self.model_parallel_size = max(1, model_parallel_size)
         self.guard = guard
-        self.leads = config.rank == 0  # the rank that reports for the run
+        self.leads = config.rank == 0  # True: this rank reports for the run
         self.finished = False
         self.boot_id = secrets.token_hex(8)
         self.launch = Launch(config.run_id, config.local_batch_size, config.plan.smaller_batches if config.plan else ())
@@ -172,25 +172,25 @@ class Recorder:
         self._comm_split: CommSplit | None = None
         self._bucket_timer: BucketTimer | None = None
         self._operations: OperationCounter | None = None
-        self._optimizer_calls: count[int] | None = None  # of any optimizer, if the script passes none to `watch`
+        self._optimizer_calls: count[int] | None = None  # calls of all optimizers if none is watched
         self._counting: Any = None
         self._device_clock: DeviceClock | None = None
         self._rendezvous: RankRendezvous | None = None
         self._group: weakref.ref[Any] | None = None
         self._groups = 0
-        self._begun = False  # in the current process group
+        self._begun = False  # True: training has begun in the current process group
         self._last_world_size = config.world_size
-        self._on_host = False  # so that the host's clock times the optimizer: elsewhere its step only launches work
-        self._times_optimizer = True  # so that it steps after the backward pass, and not within it
+        self._on_host = False  # True: the host times the optimizer, whose step on a device only launches work
+        self._times_optimizer = True  # True: it steps after the backward pass, not during it
         self._paused = False
         self._unclocked_step: int | None = None
         self._batch_size: int | None = None
         self._sizes_vary = self._said_sizes = self._said_rise = False
-        self._other_sizes: deque[int] = deque(maxlen=_LASTING)  # of steps in a row
+        self._other_sizes: deque[int] = deque(maxlen=_LASTING)  # of consecutive steps
         self._last_step_s = 0.1
-        self._repeats = False  # the loader, for a profiling run
+        self._repeats = False  # True: a profiling run repeats its loader
         self._switch_watch: SwitchWatch | None = None
-        self._quiet_until = 0  # before this step, a step is recorded and nothing else
+        self._quiet_until = 0  # steps before this one are recorded, and no other task is due
         self._served_numbers: ServedNumbers | None = None
         self._trainjob = TrainJobStatus.from_environment(os.environ, lambda: self.requests.newest_values)
         self.joining = None
@@ -214,7 +214,7 @@ class Recorder:
 
     @property
     def plan(self) -> ProfilePlan | None:
-        """Return the plan of a profiling run; None in training."""
+        """Return the plan of a profiling run, or None in a training run."""
         return self.profiling.plan
 
     @property
@@ -224,19 +224,23 @@ class Recorder:
 
     @property
     def world_size(self) -> int:
-        """Return the size of the default process group or the last one; without any, the environment's size."""
+        """Return the size of the current or last default process group, or the environment's world size if there was
+        none.
+        """
         if current_group() is not None:
             self._last_world_size = torch.distributed.get_world_size()
         return self._last_world_size
 
     @property
     def local_batch_size(self) -> int | None:
-        """Return the measured examples per rank and micro-step; before the first batch, the environment's number."""
+        """Return the measured number of examples per rank and micro-step; before the first batch, the configured
+        number.
+        """
         return self._batch_size or self.local_configured
 
     @property
     def local_configured(self) -> int | None:
-        """Return the examples per rank and micro-step that the run should use now."""
+        """Return the number of examples per rank and micro-step that the run should use now."""
         return self.launch.cut_to or self.config.local_batch_size
 
     @property
@@ -245,28 +249,29 @@ class Recorder:
         return self.readings.dropped + self.exporter.dropped
 
     def channel(self, within_s: float = 0.0) -> Channel | None:
-        """Return the connection to the other ranks, waiting at most `within_s` seconds; None while there is none."""
+        """Return the connection to the other ranks, or None if there is none; wait `within_s` seconds at most."""
         rendezvous = self._rendezvous
         return None if rendezvous is None else rendezvous.channel(within_s)
 
     def begin_at(self, epochs_before: float, known: bool) -> None:
-        """Begin a loop after `epochs_before` epochs; `known` is False if the script does not report them.
+        """Begin a loop after `epochs_before` epochs; `known` is False if the script does not report this number.
 
-        A restarted script that does not report them may have loaded any checkpoint.
+        A restarted script that does not report the number may have loaded any checkpoint.
         """
         self.readings.epochs_before = epochs_before if known or not self.config.restarted else None
 
     def may_repeat(self) -> bool:
-        """Return True if a profiling run needs more steps than its loader has; the same on all ranks."""
+        """Return True if a profiling run needs more steps than its loader has; the result is the same on all ranks."""
         repeats = not self.finished and self.profiling.may_repeat()
         self._follow_first_rank()
         self._repeats = self._repeats or repeats
         return repeats
 
     def cut(self, batch: Any, loader: Any) -> Any:
-        """Return the examples of `batch` that the script gets while a smaller batch is measured. Never raises.
+        """Return the part of `batch` that the script receives while a smaller batch size is measured. Never raises.
 
-        A batch that can't be cut is left whole. If it is the first, this launch measures only the whole batch.
+        A batch that can't be cut is returned whole. If the first batch can't be cut, the launch measures only the whole
+        batch.
         """
         if self.launch.cut_to is None or self.finished:
             return batch
@@ -275,7 +280,7 @@ class Recorder:
             cut = self.launch.cut(batch, self.sizes.of(batch, loader), first)
         except Exception as error:
             if first:
-                self.measure_whole_batches(f"the batch can't be cut: {error}")
+                self.measure_whole_batches(f"the batch can't be cut ({error})")
             else:
                 self.guard.note("cutting a batch", error)
             return batch
@@ -284,25 +289,27 @@ class Recorder:
         return cut
 
     def measure_whole_batches(self, because: str) -> None:
-        """Give the script whole batches from now on, and return the launch's other runs to the plan."""
+        """Pass whole batches to the script from now on, so that the launch's other runs can be measured by later
+        launches.
+        """
         if self.launch.cut_to is not None:
-            logger.warning("this launch measures one batch instead of several: %s", because)
+            logger.warning("this launch measures one batch instead of several, because %s", because)
             self.profiling.drop_smaller_batches()
             self._follow_first_rank()
 
     def measure_alone(self, because: str) -> None:
-        """Measure this rank's steps without agreeing with the other ranks on the end.
+        """Measure this rank's steps without agreeing with the other ranks on when to end.
 
-        Only the first rank may end the measurement; otherwise it would wait in a step while another rank sends its
+        Only the first rank may end the measurement; otherwise, it could wait in a step while another rank sends its
         data.
         """
         self.measure_whole_batches(because)
         self.profiling.measure_alone(ends=self.leads)
 
     def watch(self, models: list[Any], optimizers: list[Any]) -> None:
-        """Hook the optimizers, and keep weak references to them and to the models.
+        """Add hooks to the optimizers, and keep weak references to them and to the models.
 
-        Models get no permanent hook, and DDP's communication hook stays free.
+        Models do not get permanent hooks, and DDP's communication hook is not used.
         """
         self._check_group()
         for optimizer in self.objects.add(models, optimizers):
@@ -358,14 +365,14 @@ class Recorder:
             clock.begin()
 
     def batch_ready(self, batch: Any, loader: Any, micro_steps: int = 1) -> None:
-        """Begin a micro-step, or `micro_steps` of the same size, with a batch that has arrived."""
+        """Begin one or more micro-steps (`micro_steps`) of the same size with a batch that has arrived."""
         if self.finished:
             return
         # A cut batch does not have the size that its loader states.
         size = counted = self.sizes.of(batch, loader if self.launch.cut_to is None else None)
         if size is None:
             size = self.config.local_batch_size
-            self._say_that_sizes_are_unknown("a batch does not show how many examples it holds")
+            self._say_that_sizes_are_unknown("a batch does not show how many examples it contains")
         self.timer.batch_ready(size)
         if micro_steps > 1:
             self.timer.more_micro_steps(micro_steps - 1)
@@ -377,7 +384,7 @@ class Recorder:
             self._first_size(size, loader)
         if size is not None and size > self.memory.largest_seen:
             self.memory.saw_batch(size, batch, loader)
-        if self.objects.scales and counted is not None:  # an unknown size sets no learning rate
+        if self.objects.scales and counted is not None:  # an unknown size must not set a learning rate
             own = None if counted == infer_batch_size(batch) else float(counted)
             self.objects.observe_batch(batch, own, self.launch.batch_share(self.launch.cut_to), micro_steps)
         early = self.leads and self.timer.step < EVERY_STEP_UNTIL
@@ -393,16 +400,16 @@ class Recorder:
         configured = self.local_configured
         states = self.sizes.given is not None or stated_batch_size(loader) is not None
         if configured is not None and configured != size and (states or self.launch.cut_to):
-            text = "the script uses batches of %d per rank, but the run's are %d: pass it on"
+            text = "the script uses batches of %d per rank, but the run's are %d: use the run's batch size"
             logger.warning(text, size, configured)
 
     def uses_workers(self, loader_workers: Any) -> None:
-        """Note the number of processes of the training loader; None if it is not a DataLoader."""
+        """Record the number of worker processes of the training loader; None if the loader is not a DataLoader."""
         if type(loader_workers) is int:
             self.readings.host.setdefault("loader_workers", loader_workers)
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Run as the step pre-hook of the watched optimizers; never raise."""
+        """Handle the step pre-hook of the watched optimizers; never raise."""
         if self.finished:
             return
         try:
@@ -427,7 +434,7 @@ class Recorder:
             if self._device_clock is not None and self._device_clock.capturing():
                 return  # a copy to the host cannot be part of a CUDA graph
             first = optimizer is next(iter(self.objects.optimizers), None)
-            if first and "grad_norm" not in self.objects.scaled.get(optimizer, ()):  # it reports its own
+            if first and "grad_norm" not in self.objects.scaled.get(optimizer, ()):  # else it reports its own norm
                 for name, value in self.gradients.read(step, self._last_step_s, self.objects.models, optimizer):
                     self.readings.add_value(step, name, value)
         except Exception as error:
@@ -439,17 +446,17 @@ class Recorder:
         if self._device_clock is not None:
             self._device_clock.drop()
         if self.timer.step and self.memory.device is None and not self.finished:
-            self._read_memory()  # a short run: its model may be freed before the end
+            self._read_memory()  # in a short run, the model may be freed before the end
 
     def pause(self) -> bool:
-        """Stop counting time until `unpause`; return False if it is stopped already."""
+        """Stop counting time until `unpause` is called; return False if time is not being counted."""
         if self.finished or self._paused:
             return False
         self._paused = True
         self.timer.leave_out()
         if self._device_clock is not None:
             self._device_clock.drop()
-            # Only the host's time is left of the current step, and the host may run ahead of the device.
+            # Only the host's time of the current step remains, and the host may run ahead of the device.
             self._unclocked_step = None if self.timer.between_steps else self.timer.step
         return True
 
@@ -461,9 +468,9 @@ class Recorder:
             self._device_clock.begin()
 
     def log(self, values: dict[str, Any]) -> int | None:
-        """Log named numbers of the current step (between steps, of the last one); only the first rank sends them.
+        """Log named values of the current step or, between steps, of the last one; only the first rank sends values.
 
-        Returns the number of that step, or None if nothing is sent.
+        Returns the number of the step, or None if nothing is sent.
         """
         if not self.leads or self.finished:
             return None
@@ -474,11 +481,11 @@ class Recorder:
         return step
 
     def finish(self, state: str, message: str | None = None, failed_local_batch_size: int | None = None) -> None:
-        """Report how the run ended, send the rest, and drop every reference to the job.
+        """Report how the run ended, send the remaining measurements, and drop every reference to the script's objects.
 
-        A model that lives until the interpreter shuts down can abort the process (gloo). Optimizer hooks stay and do
-        nothing, because the out-of-memory watch may call this while an optimizer iterates over its hooks, and removing
-        one would raise.
+        With gloo, a model that still exists when the interpreter shuts down can abort the process. Optimizer hooks
+        remain but do nothing, because the out-of-memory watch may call this method while an optimizer iterates over its
+        hooks, and removing a hook would then raise.
         """
         self.finished = True
         if self.timer.step:
@@ -494,7 +501,7 @@ class Recorder:
             logger.warning("%d measurements were dropped", self.dropped)
 
     def _finish_in_child(self) -> None:
-        """Stop measuring in a forked child (a data-loading process); the parent sends the queued measurements."""
+        """Stop measuring in a forked child, such as a data-loading process; the parent sends queued measurements."""
         self.finished = True
 
     # Process groups.
@@ -516,14 +523,14 @@ class Recorder:
     def _begin_in_group(self) -> None:
         self._quiet_until = 0
         models = list(self.objects.models)
-        self._on_host = find_device(models).type == "cpu"  # it may have moved since it was watched
+        self._on_host = find_device(models).type == "cpu"  # the model may have moved since it was watched
         self.memory.before_training(models, first=self.timer.step == 0)
         if current_group() is None and not is_launched():
             self._last_world_size = 1
         world_size = self.world_size
         planned, replicas = self.config.planned_ranks, world_size // self.model_parallel_size
         if self.leads and planned is not None and planned != replicas:
-            text = "the run is to use %d rank(s), but %d train: check the launch command"
+            text = "the run requires %d rank(s), but %d are training: check the launch command"
             logger.warning(text, planned, replicas)
         self._rendezvous = None
         if world_size > 1 and current_group() is not None:
@@ -573,7 +580,7 @@ class Recorder:
     # The end of a step.
 
     def _step_ended(self, timing: StepTiming, interval: Interval | None) -> bool:
-        """Record a step; return True if that took so long that the next step's clock must restart."""
+        """Record a step; return True if recording it took so long that the next step's clock must restart."""
         step, quiet = timing.step, timing.step < self._quiet_until
         warmup = not quiet and step < self.launch.first_step + self.profiling.warmup_steps
         if self.leads and not quiet and (self._bucket_timer is not None or step == BUCKETS_TIMED_FROM):
@@ -582,7 +589,7 @@ class Recorder:
             timing = self._of_another_size(timing)
         elif self._other_sizes:
             self._other_sizes.clear()
-        # The smaller last batch of an epoch, and its shorter last accumulation, belong to another configuration.
+        # An epoch's last step may have a smaller batch or fewer micro-steps, which is a different configuration.
         as_planned = (timing.local_batch_size, timing.micro_steps) == (self._batch_size, self.timer.grad_accum_steps)
         usual = as_planned and not timing.uneven and step != self._unclocked_step
         sampled = usual and self._is_sampled(step)
@@ -593,17 +600,17 @@ class Recorder:
         self.readings.add_step(timing if usual else timing._replace(uneven=True), warmup, sampled)
         if self.leads and self.objects.scales:
             for name, value in self.objects.changed_values():
-                # For a cut batch, since the optimizer takes it for the whole batch.
+                # A cut batch gives a wrong noise scale, since the optimizer treats it as the whole batch.
                 if not name.startswith("gradient_noise_scale") or self.launch.cut_to is None:
                     self.readings.add_value(step, name, value)
         return not quiet and self._do_what_is_due(step, warmup, timing.step_time_s if usual else None)
 
     def _of_another_size(self, timing: StepTiming) -> StepTiming:
-        """Return the timing to count for a step with an unusual batch size.
+        """Return the timing to record for a step with an unusual batch size.
 
-        Three such steps in a row are not the end of an epoch. If they have the same size, it is the usual size from
-        then on. Otherwise sizes vary, and each step counts as a step of the run's configured batch size, or of the
-        mean.
+        Three consecutive steps with unusual sizes cannot be the end of an epoch. If they have the same size, this size
+        becomes the usual one. Otherwise sizes vary, and each step is recorded with the configured batch size, or with
+        the mean if none is configured.
         """
         self._other_sizes.append(timing.local_batch_size or 0)
         if not self._sizes_vary and len(self._other_sizes) >= _LASTING:
@@ -620,14 +627,14 @@ class Recorder:
         if self.leads and not self._said_sizes:
             self._said_sizes = True
             size = self._batch_size or self.local_configured
-            counted = f" (it counts as the run's {size})" if size else ""
-            remedy = (
-                "state the size: run.steps(loader, size=...), a number or a function of the batch (examples or tokens)"
-            )
-            logger.warning("%s%s; %s, or tula_agent.init(batch_size=...)", what, counted, remedy)
+            counted = f" (the run's size of {size} is assumed)" if size else ""
+            remedy = "state the examples or tokens of a batch with run.steps(loader, size=...), a number or a function"
+            logger.warning("%s%s; %s, or with tula_agent.init(batch_size=...)", what, counted, remedy)
 
     def _do_what_is_due(self, step: int, warmup: bool, step_time_s: float | None) -> bool:
-        """Do the tasks that are due after this step, and find the next steps without any; return True if slow."""
+        """Do the tasks that are due after this step, and determine when the next ones are; return True if they took
+        long.
+        """
         since, profiling = step - self.launch.first_step, self.profiling
         if self.leads and step <= COUNTED_STEP:
             self._count_operations(step)
@@ -635,7 +642,7 @@ class Recorder:
         if took_long:
             self._read_memory()
         if self.leads and profiling.plan is not None and self.config.options:
-            self._look_at_switches(step)  # before the facts of the host are complete, with which they are sent
+            self._look_at_switches(step)  # before `_read_host` completes the facts that are sent
         if since == max(2, profiling.warmup_steps):
             self.energy.begin(self._batch_size, self.memory.device)
             self._read_host()
@@ -651,14 +658,14 @@ class Recorder:
         return took_long
 
     def _profile(self, step: int, step_time_s: float | None) -> bool:
-        """Settle pending agreements among ranks, and pass a warm step to the plan; return True if it took long."""
+        """Complete pending agreements between ranks, and count a measured step; return True if this took long."""
         pending = self.profiling.pending
         if pending:
             self.profiling.agree()
             self._follow_first_rank()
             if self.profiling.probe_s > 0.0 and self.world_size > 1 and current_group() is not None:
-                with self.guard("probing the links between ranks"):  # between two steps, which all reach at this time
-                    from tula_agent.measure.all_reduces import time_all_reduces  # most runs probe nothing
+                with self.guard("probing the links between ranks"):  # all ranks are between two steps
+                    from tula_agent.measure.all_reduces import time_all_reduces  # most runs do not need this module
 
                     reading = time_all_reduces(find_device(self.objects.models), self.profiling.probe_s)
                     self.readings.all_reduces = reading if self.leads else None
@@ -674,10 +681,10 @@ class Recorder:
         return True
 
     def measured_enough(self) -> bool:
-        """Return True if a profiling run has measured all it can, and repeating the loader caused an exception.
+        """Return True if a profiling run has measured enough, or if it has measured all it can by repeating the loader.
 
-        For example, a schedule made for the script's own number of steps raises after the last step, which is not the
-        script's fault.
+        Called after an exception: repeating the loader may cause one, for example in a schedule that was created for
+        the script's own number of steps, and such an exception is not the script's fault.
         """
         if self._repeats and self.profiling.timed_steps and not self.stopping:
             self.profiling.stopping = True
@@ -685,14 +692,14 @@ class Recorder:
         return self.plan is not None and self.stopping
 
     def _end_measuring(self) -> None:
-        """Send everything before asking the script to end, since it may end in any way."""
+        """Send all measurements before the script is asked to end, since the script may end in any way."""
         self.launch.measured.append((self._batch_size or 0, self.launch.run_id))
         self.exporter.flush(self.config.exit_deadline_s)
 
-    # The batches of a launch.
+    # The batch sizes of a launch.
 
     def _next_batch(self, step: int) -> None:
-        """Turn to the next batch size after this step, since the present one has been measured."""
+        """Begin to measure the next batch size after this step."""
         self.launch.end_batch(step)
         self.profiling.begin_again()
         self._batch_size = self.launch.cut_to or self.launch.whole
@@ -700,7 +707,7 @@ class Recorder:
         if self.leads and self.launch.cut_to is not None:
             self._report("running", self.launch.run_id)
         if self.leads:
-            self._stop_timing_buckets()  # of the batch that has ended
+            self._stop_timing_buckets()  # for the batch size that has been measured
             self._time_buckets(self._batch_size)
         with self.guard("memory"):
             self.memory.reset_peak()
@@ -725,27 +732,27 @@ class Recorder:
     def _check_accumulation(self, step: int) -> None:
         configured, seen = self.config.grad_accum_steps, self.timer.grad_accum_steps
         if self.leads and step == WATCHED_KNOWN_STEP and configured is not None and configured != seen:
-            text = "the script accumulates %d micro-steps a step, but the run's are %d: pass grad_accum_steps on"
+            text = (
+                "the script accumulates %d micro-steps per step, but the run's are %d: use the run's grad_accum_steps"
+            )
             logger.warning(text, seen, configured)
         if step == UNWATCHED_KNOWN_STEP and self._optimizer_calls is not None:
             calls, self._optimizer_calls = next(self._optimizer_calls), None
-            self._counting.remove()  # not in an optimizer's hook: torch iterates over them
+            self._counting.remove()  # not possible within an optimizer's hook, since torch iterates over hooks
             batches = round((step + 1) * seen / max(1, calls))
             if calls and not self.timer.watched and batches > seen:
-                text = (
-                    "the optimizer steps once in %d batches, which is measured as %d: call run.watch(model, optimizer)"
-                )
+                text = "the optimizer steps once in %d batches, but %d is assumed: call run.watch(model, optimizer)"
                 logger.warning(text, batches, seen)
 
     def _say_what_changes(self, step: int, warmup: bool) -> None:
-        """Warn of signs that later steps will differ, since a profiling run sees only the beginning of training."""
+        """Warn of signs that later steps will differ, since a profiling run measures only the beginning of training."""
         if warmup:
             self.timer.rose_from = 0
         if self.timer.rose_from and not self._said_rise:
             self._said_rise = True
             text = (
-                "the script's accumulation rose from %d to %d micro-steps a step while it was measured, and may rise "
-                "further: for tuning, switch this warm-up off, or let profiling_warmup_steps last beyond it"
+                "the script's accumulation rose from %d to %d micro-steps per step while it was measured, and may rise "
+                "further: for tuning, turn this warm-up off, or set profiling_warmup_steps to more steps than it takes"
             )
             logger.warning(text, self.timer.rose_from, self.timer.grad_accum_steps)
         if step != WATCHED_KNOWN_STEP:
@@ -756,13 +763,13 @@ class Recorder:
             total = sum(parameter.numel() for parameter in parameters)
             if 2 * frozen > total:
                 text = (
-                    "%.1f %% of the weights are frozen, and the measurement holds while they are: if a later phase of "
-                    "the script trains them, tune a command that begins with that phase, too"
+                    "%.1f %% of the weights are frozen, and the measurement holds only while they are: if the script "
+                    "trains these weights in a later phase, also tune a command that begins with that phase"
                 )
                 logger.warning(text, min(99.9, 100.0 * frozen / total))
 
     def _count_operations(self, step: int) -> None:
-        """Count the operations of COUNTED_STEP, from the end of the step before it to its own end."""
+        """Count the operations of COUNTED_STEP, from the end of the previous step to the end of this step."""
         with self.guard("counting operations"):
             if self._operations is None and step == COUNTED_STEP - 1:
                 self._operations = OperationCounter(self.objects.models)
@@ -772,7 +779,7 @@ class Recorder:
                     self.readings.host["operations"] = operations
 
     def _read_host(self) -> None:
-        """Read the facts about the host for the verdict, once; timing an operation takes about 10 ms. Never raises."""
+        """Read the facts about the host once, for the verdict; timing an operation takes about 10 ms. Never raises."""
         host = self.readings.host
         if not self.leads or "cores" in host:
             return
@@ -780,10 +787,10 @@ class Recorder:
             facts: dict[str, Any] = {"cores": own_cores(self.config.ranks_per_node)}
             if "operations" in host and not (self._device_clock is not None and self._device_clock.capturing()):
                 facts["launch_time_s"] = node_time_s(find_device(self.objects.models))
-            host.update(facts)  # at once: the shipping thread sends the facts as soon as they exist
+            host.update(facts)  # in one call, since the shipping thread sends the facts as soon as they exist
 
     def _look_at_switches(self, step: int) -> None:
-        """Report the switches of one step of a profiling run, and warn of run options that the step does not follow."""
+        """Report the switches observed in one profiling step, and warn of run options that the step does not follow."""
         with self.guard("looking at the script's switches"):
             if step == SWITCHES_SEEN_AFTER:
                 self._switch_watch = SwitchWatch(list(self.objects.models))
@@ -794,7 +801,7 @@ class Recorder:
                     logger.warning("%s", sentence)
 
     def _read_memory(self) -> None:
-        """Read the memory, which takes tens of microseconds. Never raises."""
+        """Read the memory usage, which takes tens of microseconds. Never raises."""
         if not self.guard.works("memory"):
             return
         with self.guard("memory"):
@@ -813,7 +820,7 @@ class Recorder:
             state, message, said = "succeeded", None, True  # the run has measured enough, whatever the script did next
         else:
             said = state == "succeeded" and (self.config.supervised or self.launch.several)
-            state = "running" if said else state  # the launcher knows how its command ended
+            state = "running" if said else state  # the launcher reports how its command ended
         out_of_memory = state == "out_of_memory"
         silent = not out_of_memory and (not self.leads or (said and not self.dropped))
         if silent or (self.joining is not None and self.joining.run_id is None):
@@ -824,10 +831,10 @@ class Recorder:
         fields = {name: value for name, value in body.items() if value is not None}
         return [SpooledRequest("PATCH", routes.RUN.format(run_id=self.launch.run_id), encode(fields))]
 
-    # The shipping thread calls these, mostly for a run that the agent makes by itself.
+    # The shipping thread calls these methods, mostly for a run that the agent itself creates.
 
     def _collect(self, last: bool) -> list[SpooledRequest]:
-        """Return the requests that are due; none before the run is known, or if there will be no run."""
+        """Return the requests that are due; return none before the run is known or if there will be no run."""
         if self.joining is not None and not self.joining.ready(last):
             return []
         with beside_captures():
@@ -835,20 +842,20 @@ class Recorder:
         return due if self.joining is None or self.joining.run_id is not None else []
 
     def seen_configuration(self) -> tuple[int, int] | None:
-        """Return the local batch size and accumulation, once a whole step or the end of the script has shown them."""
+        """Return the local batch size and the accumulation, or None before the first step or the script has ended."""
         if self._batch_size is None or (self.timer.step == 0 and not self.finished):
             return None
         return self._batch_size, self.timer.grad_accum_steps
 
     def joined(self, run_id: str) -> None:
-        """Store the run, now that it is known."""
+        """Store the id of the run, now that it is known."""
         self.launch.own_run_id = run_id
         if self.leads:
             self._report("running", run_id)
         for optimizer in list(self.objects.optimizers):
             self._pull_numbers(optimizer)
 
-    # The service's numbers of gradient scaling, and the shipping thread.
+    # Gradient-scaling values from the service, and calls from the shipping thread.
 
     def _pull_numbers(self, optimizer: Any) -> None:
         job_id = self.joining.job_id if self.joining else self.config.job_id

@@ -26,13 +26,13 @@ T = TypeVar("T")
 
 _current: Run | None = None
 _exit_pid: int | None = None
-"""Id of the process whose end finishes the run; a child forked from it has another id."""
+"""Id of the process whose exit finishes the run; a forked child has a different id."""
 _watches_failures = False
 GLOO_RELEASE_S = 0.05
-"""A pause before the model is destroyed.
+"""Pause in seconds before the model is destroyed.
 
-Its destructor holds the GIL while it joins gloo's threads; a thread that is still releasing the last reduction needs
-the GIL, so both would wait forever.
+The model's destructor holds the GIL while it joins gloo's threads. A thread that is still releasing the last reduction
+needs the GIL, so without the pause both could wait forever.
 """
 
 
@@ -46,20 +46,22 @@ def init(
     batch_size: float | None = None,
     log_to_wandb: bool = False,
 ) -> Run:
-    """Join the run that the environment names, and return it; without one, return a run that does nothing.
+    """Join the run that the environment specifies, and return it; if there is none, return a run that does nothing.
 
-    job: name or id of a job (or TULA_JOB). If `tula` has not started the script, the first rank creates a run of this
-    job in the background once a step has shown its configuration, and all ranks join it. If no job has this name, one
-    is registered with dataset_size and epochs (default 1).
-    dataset_size: examples per epoch over all ranks.
-    grad_accum_steps: micro-steps per step; needed only if no optimizer is watched.
+    job: name or id of a job; the default is TULA_JOB. If `tula` did not start the script, the first rank creates a run
+    of this job in the background once a step has shown the configuration, and all ranks join the run. If no job has
+    this name, the agent registers one with dataset_size and epochs (default 1).
+    dataset_size: number of examples per epoch over all ranks.
+    grad_accum_steps: number of micro-steps per step; needed only if no optimizer is watched.
     model_parallel_size: number of processes that share one replica of the model (pipeline stages times tensor
     parallelism) and count as one rank.
-    batch_size: examples per rank and micro-step; needed only if neither the loader nor the shape of a batch shows it.
-    log_to_wandb: `Run.log` on the first rank also logs to the script's wandb run, as `tula/NAME` over `tula/step`. Each
-    call is one step of wandb's own counter, so leave it off if the script passes `step=` to `wandb.log`.
+    batch_size: number of examples per rank and micro-step; needed only if neither the loader nor the shape of a batch
+    shows it.
+    log_to_wandb: True if `Run.log` on the first rank should also log to the script's wandb run, as `tula/NAME` with the
+    axis `tula/step`. Each call advances wandb's own step counter, so do not use this if the script passes `step=` to
+    `wandb.log`.
 
-    Never raises. The run finishes by itself when the process ends.
+    The function never raises. The run finishes automatically when the process ends.
     """
     global _current
     if _current is not None and _current.active:
@@ -83,7 +85,7 @@ def init(
 class Run:
     """This process's part of a run.
 
-    All methods are safe to call in any order, and do nothing while the run is inactive.
+    All methods can safely be called in any order, and do nothing while the run is inactive.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class Run:
         self.oom_watch: OomWatch | None = None
         self._position: Position | None = None
         self._exit_status: Any = None
-        self._with_axis: Any = None  # wandb's run that knows the axis of what the agent logs
+        self._with_axis: Any = None  # the wandb run for which the agent has defined an axis
         if config is None:
             return
         with self.guard("starting"):
@@ -115,7 +117,7 @@ class Run:
 
     @property
     def active(self) -> bool:
-        """Return True while the run measures and sends."""
+        """Return True if the run is measuring and sending."""
         return self.recorder is not None and not self.recorder.finished
 
     @property
@@ -133,14 +135,14 @@ class Run:
         return self._position
 
     def steps(self, loader: Iterable[T], *, size: float | Callable[[Any], float] | None = None) -> Steps[T]:
-        """Return the batches of `loader`, each timed.
+        """Return an iterable over the batches of `loader` that times each batch.
 
-        A profiling run repeats a short loader, and ends once it has measured enough.
+        In a profiling run, a short loader is repeated, and the iteration ends once the run has measured enough.
 
-        size: examples (or tokens, if the job counts in tokens) of a batch on this rank, or a function of the batch that
-        counts them; needed only if neither the loader's `batch_size` nor the shape of a batch shows it. While gradients
-        are off (an evaluation), batches pass through without being counted. `len()` and all attributes of the result
-        are the loader's. Exceptions of `loader` pass through.
+        size: the number of examples (or tokens, if the job counts tokens) in a batch on this rank, or a function that
+        returns this number for a batch; needed only if neither the loader's `batch_size` nor the shape of a batch shows
+        it. While gradients are disabled, as in an evaluation, batches are not counted. The result has the loader's
+        length and attributes. Exceptions raised by `loader` are not caught.
         """
         return Steps(loader, lambda: self._timed(loader, size))
 
@@ -176,13 +178,13 @@ class Run:
     def _fetch(
         self, recorder: Recorder | None, position: Position, batches: Iterator[T], loader: Iterable[T]
     ) -> list[T]:
-        """Return the next batch in a list, or an empty list at the end.
+        """Return a list that contains the next batch, or an empty list at the end.
 
-        The caller pops the batch from the list, so that no reference stays here and a script can free its batch within
-        a step.
+        The caller pops the batch from the list, so that the agent keeps no reference and the script can free the batch
+        within a step.
 
-        This runs at every step, hence `try` instead of the guard's context manager, which would cost more than the
-        call.
+        This method runs at every step, so it uses `try` instead of the guard's context manager, which would take longer
+        than the call itself.
         """
         if recorder is not None:
             try:
@@ -231,11 +233,10 @@ class Run:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time in this context from all steps, for evaluating or saving within the loop: `with
-        run.paused():`.
+        """Exclude the time inside `with run.paused():` from all steps, for example to evaluate or save within the loop.
 
-        The measured step time then does not depend on how often the script pauses. Calls may be nested; exceptions pass
-        through.
+        The measured step time then does not depend on how often the script pauses. Calls may be nested, and exceptions
+        are not caught.
         """
         outermost = False
         if self.recorder is not None:
@@ -249,75 +250,80 @@ class Run:
                     self.recorder.unpause()
 
     def begin_at(self, epoch: float) -> None:
-        """Report where training continues if the script loads its own checkpoints; `resume` does so by itself.
+        """Report where training continues if the script loads its own checkpoints; `resume` calls this method itself.
 
-        epoch: the number of completed epochs, such as 2.5 in the middle of the third. Call this before the first step:
-        the service's predictions of the remaining time and cost, and its advice, depend on it.
+        epoch: the number of completed epochs, such as 2.5 in the middle of the third epoch. Call this method before the
+        first step, since the service's advice and its predictions of the remaining time and cost depend on `epoch`.
         """
         with self.guard("reporting where training continues"):
             self.position.epochs_before = min(max(0.0, float(epoch)), 1e6)
             self.position.known = True
 
     def begin_loop(self, *, cuts: bool = False) -> None:
-        """Begin a loop that a framework runs, just before it iterates."""
+        """Begin to measure a loop that a framework runs; call this just before the first iteration."""
         recorder = self.recorder
         if recorder is not None and not recorder.finished:
             recorder.begin_at(self.position.epochs_before, self.position.known)
             if not cuts:
-                recorder.measure_whole_batches("the framework hands the script its batches")
+                recorder.measure_whole_batches("the framework passes the batches to the script")
             self._start_measuring(recorder)
             with self.guard("timing"):
                 recorder.want_batch()
 
     def cut(self, batch: Any) -> Any:
-        """Return the examples of `batch` to train on: only the first ones while a smaller batch is measured."""
+        """Return the examples of `batch` to train on, which are only the first ones while a smaller batch size is
+        measured.
+        """
         return batch if self.recorder is None else self.recorder.cut(batch, None)
 
     def batch_arrived(self, batch: Any, loader: Any = None, micro_steps: int = 1) -> None:
-        """Note that the framework starts on a batch, or on `micro_steps` batches before its next report."""
+        """Record that the framework starts to process a batch, or `micro_steps` batches before it reports again."""
         if self.recorder is not None and not self.recorder.finished:
             with self.guard("timing"):
                 self.recorder.batch_ready(batch, loader, micro_steps)
 
     def batch_done(self) -> None:
-        """Note that the framework has finished the batch and requests the next."""
+        """Record that the framework has finished the batch and requests the next one."""
         if self.recorder is not None:
             with self.guard("timing"):
                 self.recorder.want_batch()
 
     def end_loop(self) -> None:
-        """End the loop when the framework leaves it to evaluate, or at the end of training."""
+        """Stop measuring the loop when the framework leaves it for an evaluation, or at the end of training."""
         if self.recorder is not None:
             with self.guard("timing"):
                 self.recorder.end_epoch()
 
     def watch(self, model: Any, optimizer: Any = None) -> None:
-        """Measure `model` (a module or several, DDP or not) and `optimizer` (one or several) more closely.
+        """Measure `model` (one or several modules, with or without DDP) and `optimizer` (one or several) in more
+        detail.
 
-        This adds memory by component, the gradient norm, and separate times of compute and communication. Call it once
-        everything is built, after DDP wraps the model. Only a `TulaOptimizer` given as `optimizer` reports the gradient
-        noise scale (docs/embed.md says why). A GradScaler is not needed: it unscales before an optimizer's step hooks
-        run, and a step that it skips ends by counting.
+        The agent then also measures memory by component, the gradient norm, and separate compute and communication
+        times. Call this method when all objects have been built and DDP has wrapped the model. Only a `TulaOptimizer`
+        that is passed as `optimizer` reports the gradient noise scale (docs/embed.md explains why). A GradScaler need
+        not be passed: it unscales the gradients before an optimizer's step hooks run, and if it skips a step, the agent
+        detects the end of the step by counting micro-steps.
         """
         if self.recorder is not None:
             with self.guard("watching the model"):
                 self.recorder.watch(_many(model), _many(optimizer))
 
     def largest_local_batch_size(self) -> int | None:
-        """Return the largest batch per rank that should fit into this rank's memory, predicted without trying it.
+        """Return the largest batch per rank that is predicted to fit into this rank's memory, without trying this
+        batch.
 
-        Returns None without a run, and until a watched model has taken a few steps and its memory was read (after the
-        fifth step). A prediction from a single batch size errs on the small side; see `tula_wire.memory`.
+        Returns None if there is no run, and until the memory of a watched model has been read (after the fifth step). A
+        prediction from a single batch size tends to be too small; see `tula_wire.memory`.
         """
         return self.recorder.memory.largest_local_batch_size() if self.recorder is not None else None
 
     def log(self, **values: Any) -> None:
-        """Log named numbers of the current step: loss, accuracy, validation_accuracy, or any other name in lower case.
+        """Log named values of the current step, such as loss or validation_accuracy; any lower-case name is allowed.
 
-        Tensors are fine: a tensor on a device is copied in the background, without waiting.
+        Values can be tensors; a tensor on a device is copied in the background, without waiting.
         """
         if self.recorder is not None:
-            try:  # called at every step, as `_fetch`
+            try:  # `try`, since this runs at every step, like `_fetch`
                 step = self.recorder.log(values)
                 if self.log_to_wandb and step is not None:
                     self._log_to_wandb(values, step)
@@ -325,9 +331,9 @@ class Run:
                 self.guard.note("logging values", error)
 
     def _log_to_wandb(self, values: Mapping[str, Any], step: int) -> None:
-        """Log `values` of `step` to the script's wandb run, if it has one, as `tula/NAME` over `tula/step`.
+        """Log `values` of `step` to the script's wandb run, if there is one, as `tula/NAME` with the axis `tula/step`.
 
-        They get a separate axis instead of `step=`, since wandb would drop the script's values if their step is lower.
+        A separate axis is used instead of `step=`, since wandb would drop the script's values if their step were lower.
         """
         run = getattr(sys.modules.get("wandb"), "run", None)
         if run is not None:
@@ -338,14 +344,15 @@ class Run:
             run.log(own | {"tula/step": step})
 
     def finish(self, *, succeeded: bool = True, message: str | None = None) -> None:
-        """Send the rest, within a few seconds, and report how the run ended. Called automatically at exit.
+        """Send the remaining measurements within a few seconds, and report how the run ended. Called automatically at
+        exit.
 
         Afterwards the agent keeps no reference to the model, the optimizer or the ranks' store.
         """
         recorder = self.recorder
         if recorder is None:
             return
-        # One deadline for everything, including a report that the out-of-memory watch is sending.
+        # One deadline applies to everything, including a report that the out-of-memory watch is sending.
         ends = time.monotonic() + recorder.config.exit_deadline_s
         with self.guard("finishing"):
             watch, self.oom_watch = self.oom_watch, None
@@ -357,9 +364,11 @@ class Run:
                 watch.close(ends - time.monotonic())
 
     def report_out_of_memory(self, error: BaseException | None = None, local_batch_size: int | None = None) -> None:
-        """Report that this batch does not fit; with several ranks, all of them end within ten seconds.
+        """Report that the batch does not fit into memory; if there are several ranks, all of them end within ten
+        seconds.
 
-        Call it if the script catches the error itself; the agent reports an error that ends the process by itself.
+        Call this method if the script catches the error. If the error ends the process, the agent reports it
+        automatically.
         """
         recorder = self.recorder
         if recorder is not None and not recorder.finished:
@@ -368,15 +377,16 @@ class Run:
                 self._end_out_of_memory(text, local_batch_size)
 
     def _ends_for_smaller(self, size: int, planned: int) -> bool:
-        """End a profiling run of `planned` examples if its script caught an out-of-memory error and now uses `size`.
+        """End a profiling run with batch size `planned` if the script caught an out-of-memory error and now uses
+        `size`.
 
-        The error and the smaller batch after it together show that the planned batch does not fit.
+        Together, the error and the subsequent smaller batch show that the planned batch does not fit.
         """
         from tula_agent.oom_watch import caught_by_the_script
 
         caught = caught_by_the_script()
         if caught is not None:
-            text = f"The script lowered its batch from {planned} to {size} after: {caught}"
+            text = f"The script lowered its batch size from {planned} to {size} after this error: {caught}"
             self._end_out_of_memory(text[:2000], planned)
         return caught is not None
 
@@ -387,7 +397,7 @@ class Run:
             self.recorder.finish("out_of_memory", text, local_batch_size)
 
     def report_exception(self, error: BaseException) -> None:
-        """Report the exception that ends training, as out of memory if it is such an error."""
+        """Report the exception that ends training; report an out-of-memory error as such."""
         with self.guard("reporting a failure"):
             from tula_agent.oom_watch import is_out_of_memory
 
@@ -399,43 +409,43 @@ class Run:
                 self.finish(succeeded=False, message=f"{type(error).__name__}: {error}"[:2000])
 
     def checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Write a checkpoint as `tula_agent.checkpoint.save` does; its time does not count toward any step."""
+        """Write a checkpoint with `tula_agent.checkpoint.save`, and exclude the time for writing from all steps."""
         with self.paused():
             return import_module("tula_agent.checkpoint").save(self.position, *args, **kwargs)
 
     def resume(self, *args: Any, **kwargs: Any) -> Any:
-        """Resume from the newest checkpoint as `tula_agent.checkpoint.resume` does."""
+        """Resume from the newest checkpoint with `tula_agent.checkpoint.resume`."""
         return import_module("tula_agent.checkpoint").resume(self.position, *args, **kwargs)
 
 
 class Steps(Generic[T]):
-    """The result of `Run.steps`: iterates over a loader, and behaves like the loader in every other respect."""
+    """Result of `Run.steps`, which iterates over a loader and behaves like the loader in every other respect."""
 
     def __init__(self, loader: Iterable[T], begin: Callable[[], Iterator[T]]) -> None:
         self._loader = loader
         self._begin = begin
-        self._iterator: Iterator[T] | None = None  # of a script that calls `next` itself
+        self._iterator: Iterator[T] | None = None  # only if the script calls `next` itself
 
     def __iter__(self) -> Iterator[T]:
-        """Begin the loop; return its iterator."""
+        """Begin the loop, and return its iterator."""
         return self._begin()
 
     def __next__(self) -> T:
-        """Return the next batch of a loop that the script drives with `next`."""
+        """Return the next batch, for a script that calls `next` itself."""
         if self._iterator is None:
             self._iterator = self._begin()
         return next(self._iterator)
 
     def __len__(self) -> int:
-        """Return the loader's length. Raises TypeError if it has none, whatever the loader's own method raises."""
+        """Return the loader's length; raise TypeError if it has none, whatever error the loader raises."""
         try:
             return len(self._loader)  # type: ignore[arg-type]
-        except Exception as error:  # `list()` asks for a length, and takes no other error for an answer
+        except Exception as error:  # `list()` requests the length, and ignores only a TypeError
             raise TypeError(f"this loader has no length: {error!r}") from error
 
     def __getattr__(self, name: str) -> Any:
         """Return the loader's attribute of this name, such as `sampler`, `dataset` or `batch_size`."""
-        if name == "_loader":  # of a copy that is being made
+        if name == "_loader":  # requested while a copy is being made
             raise AttributeError(name)
         return getattr(self._loader, name)
 
@@ -452,10 +462,10 @@ def _many(value: Any) -> list[Any]:
 
 
 def _watch_process(*, failures: bool) -> None:
-    """Finish the run when this process ends; with `failures`, report the exception or status that ends it.
+    """Finish the run when this process ends; if `failures` is True, report the exception or exit status that ends it.
 
-    `sys.excepthook` and `sys.exit` are replaced because `atexit` functions get neither the exception nor the status.
-    Both replacements call the function that was there before.
+    `sys.excepthook` and `sys.exit` are replaced because `atexit` functions receive neither the exception nor the
+    status. Each replacement calls the function that it replaces.
     """
     global _exit_pid, _watches_failures
     if _exit_pid != os.getpid():
@@ -483,7 +493,7 @@ def _watch_process(*, failures: bool) -> None:
 def _finish_at_exit(pid: int) -> None:
     """Finish the run before the interpreter shuts down, since no reference to the job may survive (see docs/limits.md).
 
-    A run that the script did not finish has succeeded, unless `sys.exit` was called with a status other than 0.
+    A run that the script did not finish counts as succeeded, unless `sys.exit` was called with a status other than 0.
     """
     global _current
     if os.getpid() != pid:
@@ -495,8 +505,8 @@ def _finish_at_exit(pid: int) -> None:
     if status is None or status == 0:
         run.finish()
     else:
-        run.finish(succeeded=False, message=f"the script left with sys.exit({status!r})"[:2000])
+        run.finish(succeeded=False, message=f"the script called sys.exit({status!r})"[:2000])
     if run.recorder is not None:
         time.sleep(GLOO_RELEASE_S)
         del run
-        gc.collect()  # the first DDP model of a process is in a cycle: an import in its constructor keeps frames
+        gc.collect()  # a process's first DDP model is in a cycle, since an import in its constructor keeps frames

@@ -1,7 +1,7 @@
-"""Every private part of PyTorch that the agent uses, in one place, since torch may change these without notice.
+"""Contains every use of a private part of PyTorch by the agent, since torch may change such parts without notice.
 
-Each docstring says why the public interface does not suffice. The private names worked with torch 2.4.1 (the agent
-supports 2.4 and later) and with 2.13.0, unless a docstring says otherwise. If torch lacks an optional name, the
+Each docstring says why the public interface does not suffice. The private names were tested with torch 2.4.1 and
+2.13.0, unless a docstring says otherwise; the agent supports torch 2.4 and later. If torch lacks an optional name, the
 function returns None or False, and the agent measures less.
 """
 
@@ -30,8 +30,7 @@ _EXACT = ("none", "ieee")  # values of `fp32_precision`
 def default_store() -> Any | None:
     """Return the key-value store of the default process group, or None; there is no public function for it.
 
-    The ranks exchange the address of the agent's own store through it; any other way would need a port agreed
-    beforehand.
+    Ranks use this store to exchange the address of the agent's own store; otherwise they would need a fixed port.
     """
     getter = getattr(getattr(dist, "distributed_c10d", None), "_get_default_store", None)
     try:
@@ -44,12 +43,12 @@ def default_store() -> Any | None:
 
 
 def loader_iterator_class() -> Any | None:
-    """Return the iterator class of all DataLoaders; no public name reaches the loaders of all frameworks."""
+    """Return the base class of all DataLoader iterators; no public name gives access to every framework's loaders."""
     return getattr(torch.utils.data.dataloader, "_BaseDataLoaderIter", None)
 
 
 def has_yielded(value: object) -> bool:
-    """Return True if `value` is a DataLoader's iterator that has delivered a batch; no public name shows this."""
+    """Return True if `value` is a DataLoader's iterator that has delivered a batch; no public attribute shows this."""
     kind = loader_iterator_class()
     return kind is not None and issubclass(type(value), kind) and getattr(value, "_num_yielded", 1) > 0
 
@@ -57,8 +56,8 @@ def has_yielded(value: object) -> bool:
 def index_sampler(iterator: Any) -> Any:
     """Return the sampler from which an iterator over a DataLoader takes the indices of each batch, or None.
 
-    This is the loader's batch sampler, whose `batch_size` is the size of batches, or else its sampler. An iterator
-    keeps no reference to its loader, so no public name leads to the sampler.
+    This is the loader's batch sampler, which has a `batch_size`, or the sampler if the loader has no batch sampler. An
+    iterator keeps no reference to its loader, so the sampler cannot be reached through public attributes.
     """
     return getattr(iterator, "_index_sampler", None)
 
@@ -79,12 +78,12 @@ def compiled_frames() -> int:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Return True for a result of `torch.compile(module)`, and for a module whose `compile` was called."""
+    """Return True if `module` was returned by `torch.compile`, or if its `compile` method was called."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def in_backward() -> bool:
-    """Return True while this thread runs a backward pass, including forward passes that are recomputed within it."""
+    """Return True if this thread is in a backward pass, which may include recomputed forward passes."""
     getter = getattr(torch._C, "_current_graph_task_id", None)
     return getter is not None and getter() >= 0
 
@@ -93,7 +92,7 @@ def in_backward() -> bool:
 
 
 def joins_uneven_inputs(model: Any) -> bool:
-    """Return True under `with model.join()`, which DDP records in a private attribute only."""
+    """Return True inside `with model.join()`, which DDP records only in a private attribute."""
     return bool(getattr(getattr(model, "_join_config", None), "enable", False))
 
 
@@ -109,30 +108,31 @@ def has_ddp_statistics(model: Any) -> bool:
 
 
 def ddp_statistics(model: Any) -> Mapping[str, Any]:
-    """Return DDP's times of one iteration in nanoseconds: `iteration`, `backward_comm_time`, and its hidden part."""
+    """Return DDP's times of one iteration in nanoseconds, such as `backward_comm_time` and its overlapped part."""
     statistics: Mapping[str, Any] = model._get_ddp_logging_data()
     return statistics
 
 
 def set_ddp_statistics_interval(model: Any, steps: int) -> None:
-    """Make DDP time one iteration in `steps` (after its first ten, which it always times); its default is 100."""
+    """Make DDP time one of every `steps` iterations (default 100), after the first ten, which it always times."""
     setter = getattr(model, "_set_ddp_runtime_logging_sample_rate", None)
     if setter is not None:
         setter(steps)
 
 
 def ddp_buckets(model: Any) -> list[list[int]] | None:
-    """Return the parameters of each bucket, as indices into the parameters that need a gradient, in the order of
-    reduction.
+    """Return the parameters in each bucket, in the order of reduction, as indices into the parameters that need
+    gradients.
 
-    Returns None until the first backward pass has ordered DDP's buckets, or if DDP never does so (unused parameters).
+    Returns None until the first backward pass has ordered DDP's buckets. If DDP searches for unused parameters, it
+    never orders them, and the result is always None.
     """
     text = str(ddp_statistics(model).get("rebuilt_per_bucket_param_indices", "")) if has_ddp_statistics(model) else ""
     return [[int(index) for index in bucket.split()] for bucket in text.split(",")] if text else None
 
 
 def ddp_model_in_forward() -> Any | None:
-    """Return the DDP module whose forward pass is running; some frameworks offer no other way to their DDP module.
+    """Return the DDP module whose forward pass is running; some frameworks give no other access to their DDP module.
 
     Tested with torch 2.13.0.
     """
@@ -143,7 +143,8 @@ def ddp_model_in_forward() -> Any | None:
 
 
 def is_sharded(parameters: Iterable[torch.Tensor], models: Iterable[torch.nn.Module] = ()) -> bool:
-    """Return True for FSDP 1 and 2 and tensor parallelism, where no rank has whole parameters or gradients.
+    """Return True if the model uses FSDP 1 or 2 or tensor parallelism, so that no rank has whole parameters or
+    gradients.
 
     Pass `models` if they are available, since FSDP 1 wraps modules. Classes are compared by name, because importing
     FSDP takes a second; with `use_orig_params`, FSDP 1 marks parameters only by `_fsdp_flattened`.
@@ -161,7 +162,7 @@ def is_sharded(parameters: Iterable[torch.Tensor], models: Iterable[torch.nn.Mod
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, without a collective; return any other tensor unchanged.
 
-    `to_local` is public, but the module of DTensor was private in 2.4: `torch.distributed._tensor`, now `.tensor`.
+    `to_local` is public, but in torch 2.4 the DTensor class was in a private module, `torch.distributed._tensor`.
     """
     part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
@@ -171,9 +172,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the norm of each dense tensor (0-d), in float32 or wider.
+    """Return the norm of each dense tensor as a 0-d tensor in float32 or wider.
 
-    `_foreach_norm` takes one kernel per device and type; separate calls would cost the host about 5 us per tensor.
+    `_foreach_norm` launches one kernel per device and type; separate calls would cost the host about 5 us per tensor.
     """
     if any(tensor.dtype in _HALVES for tensor in tensors):
         # A norm in half precision would be off by up to half a percent, or infinite.
@@ -182,26 +183,26 @@ def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def norm_squared(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return |G|^2 over all tensors (0-d), in the widest type of the first tensor's device; 0 without tensors.
+    """Return |G|^2 over all tensors as a 0-d tensor in the widest type of the first tensor's device; 0 without tensors.
 
-    `torch.nn.utils.get_total_norm` is public from 2.6 and has no `dtype`.
+    The public `torch.nn.utils.get_total_norm` exists only since torch 2.6 and has no `dtype` argument.
     """
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device="cpu")
     device = gradients[0].device
     by_gradient = norms([g.coalesce().values() if g.is_sparse else g for g in gradients])
-    # Stack first: on a device, converting the norms one by one would start a kernel for each.
+    # Stack the norms first: converting them one by one on a device would launch one kernel per norm.
     stacked = torch.stack([norm if norm.device == device else norm.to(device) for norm in by_gradient])
     return stacked.to(wide_dtype(device)).square().sum()
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """Return the widest real type that `device` computes in."""
+    """Return the widest floating-point type in which `device` can compute."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def add_squares(sums: list[torch.Tensor | None], places: Sequence[int], values: list[torch.Tensor]) -> None:
-    """Add the square of each value to the sum at its place (None: 0) with two kernels; overwrite the values."""
+    """Add the square of each value to the sum at its place (None means 0) with two kernels; overwrite the values."""
     if not values:
         return
     torch._foreach_mul_(values, values)
@@ -221,9 +222,9 @@ def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 def foreach_subtract_(
     tensors: Sequence[torch.Tensor], changes: Sequence[torch.Tensor], rates: Sequence[float | torch.Tensor]
 ) -> None:
-    """Subtract from each dense tensor its rate times its change (float32), which is overwritten.
+    """Subtract its rate times its change (float32) from each dense tensor; overwrite the changes.
 
-    Tensors with the same rate, device and type take two kernels together.
+    All tensors with the same rate, device and type together need two kernels.
     """
     groups: dict[tuple[int | float, torch.device, torch.dtype], list[int]] = {}
     for place, (tensor, rate) in enumerate(zip(tensors, rates, strict=True)):
@@ -231,27 +232,30 @@ def foreach_subtract_(
         groups.setdefault((key, tensor.device, tensor.dtype), []).append(place)
     for (_, _, dtype), places in groups.items():
         steps, rate = [changes[place] for place in places], rates[places[0]]
-        # torch's optimizers also accept a rate of shape (1,), which `_foreach_mul_` refuses.
+        # torch's optimizers also accept a rate of shape (1,), which `_foreach_mul_` rejects.
         torch._foreach_mul_(steps, rate.reshape(()) if isinstance(rate, torch.Tensor) else rate)
         steps = steps if dtype == torch.float32 else [step.to(dtype) for step in steps]
         torch._foreach_sub_([tensors[place] for place in places], steps)
 
 
 def rounds_products() -> bool:
-    """Return True if the script lets torch round the factors of float32 products on a GPU, to TF32 or fewer bits."""
+    """Return True if the script lets torch round the operands of float32 matrix products on a GPU to TF32 or fewer
+    bits.
+    """
     precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
-    if precision is None:  # before torch 2.9; from then on this function raises where a script sets `fp32_precision`
+    if precision is None:  # before torch 2.9; since then, this call raises if a script sets `fp32_precision`
         return torch.get_float32_matmul_precision() != "highest"
     return precision not in _EXACT
 
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Multiply float32 matrices on a GPU in float32 inside the block, whatever the script allows outside of it.
+    """Multiply float32 matrices on a GPU in full float32 precision inside the context, whatever the script's settings
+    are.
 
-    Since torch 2.9, there are two interfaces to this setting, and torch refuses a product while they contradict each
-    other, so the setting is changed through the interface that the script used. `allow_tf32` does not affect products
-    on the host.
+    Since torch 2.9, this setting has two interfaces, and torch raises during a product if they contradict each other.
+    So the setting is changed through the interface that the script used. `allow_tf32` does not affect products on the
+    host.
     """
     matmul = torch.backends.cuda.matmul
     try:
@@ -285,13 +289,16 @@ def to_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device
 
 
 def autocast_dtype() -> torch.dtype | None:
-    """Return the dtype of autocast in this thread, the GPU's if it is on, else the CPU's; None if autocast is off."""
+    """Return the autocast dtype of this thread, for the GPU if enabled there, or else for the CPU; None if autocast is
+    off.
+    """
     return next((torch.get_autocast_dtype(kind) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
 
 
 @contextmanager
 def tensors_without_data() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """Create tensors with shapes but no data inside the context; yield a function that converts real tensors.
+    """Create tensors with shapes but without data inside the context; yield a function that converts real tensors to
+    these.
 
     FakeTensorMode keeps the device of each tensor, unlike meta tensors (the fallback), but its module is private.
     """
@@ -309,15 +316,15 @@ def tensors_without_data() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
 class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the memory that operations inside the context would allocate and release on a CUDA device.
 
-    `own`: tensors that exist already, which are not recorded. `step_operations`: how many operations since `begin_step`
-    start a kernel, because they create a tensor or write to one. `step_flops`: the FLOPs of these operations, by
-    torch's own formulas or by `formulas`; `FlopCounterMode` would keep the tensors alive. `largest_convolution`: the
-    largest number of elements in a tensor that a convolution reads or creates. `step_transposed`: elements of images
-    that convolutions since `begin_step` read or create in channels-first memory. torch's own trackers
-    (`torch.distributed._tools`) are private.
+    `own`: existing tensors, which are not recorded. `step_operations`: the number of operations since `begin_step` that
+    launch a kernel, because they create a tensor or write to one. `step_flops`: the FLOPs of these operations, computed
+    with torch's formulas and `formulas`; `FlopCounterMode` is not used, since it would keep the tensors alive.
+    `largest_convolution`: the largest number of elements in a tensor that a convolution reads or creates.
+    `step_transposed`: the number of image elements that convolutions have read or created in channels-first memory
+    since `begin_step`. torch has trackers of its own (`torch.distributed._tools`), which are private.
 
-    On a CPU, autocast copies half-precision logits to float32 for `log_softmax`, and its gradient back; CUDA's kernels
-    read and write half precision themselves, so those copies are not recorded.
+    On a CPU, autocast copies half-precision logits to float32 for `log_softmax`, and copies the gradient back to half
+    precision. CUDA kernels read and write half precision directly, so these copies are not recorded.
     """
 
     def __init__(self, own: Iterable[torch.Tensor], formulas: Mapping[Any, Callable[..., int]]) -> None:
@@ -325,10 +332,10 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.step_flops = self.step_operations = self.step_transposed = self.largest_convolution = 0
         self._formulas = {**flop_registry, **formulas}
         self._events: list[Allocation] = []
-        self._steps: list[tuple[int, int]] = []  # (last key, number of events) as each step began
+        self._steps: list[tuple[int, int]] = []  # (last key, number of events) when each step began
         self._last_key = 0
         self._keys = {storage_key(tensor): 0 for tensor in own}  # by `storage_key`
-        self._left_out: dict[int, int] = {}  # by key, how many events come before `leave_out`
+        self._left_out: dict[int, int] = {}  # by key, the number of events before the call of `leave_out`
         self._fused: set[int] = set()
         self._uncounted: set[int] = set()
         self._last_made: torch.Tensor | None = None
@@ -338,7 +345,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [event for event in self._events if event.key not in self._fused]
 
     def peak(self) -> int:
-        """Return the peak of allocated bytes, without the memory passed to `allocate` and `leave_out`."""
+        """Return the peak of allocated bytes, excluding memory that was passed to `allocate` or `leave_out`."""
         live = peak = 0
         sizes: dict[int, int] = {}
         passed_over = self._fused | self._uncounted
@@ -355,15 +362,15 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return peak
 
     def begin_step(self) -> None:
-        """Mark that a training step begins."""
+        """Mark the beginning of a training step."""
         self._steps.append((self._last_key, len(self._events)))
         self.step_flops = self.step_operations = self.step_transposed = 0
 
     def events_with_step_repeated(self, times: int) -> list[Allocation]:
         """Return the events, followed by `times` repetitions of the last step's events.
 
-        Each repetition releases the memory that the previous step left, in the same order, as a step leaves its
-        gradients to the next.
+        Each repetition releases, in the same order, the memory that the previous step left allocated, such as
+        gradients.
         """
         (before, _), (began, place) = self._steps[-2:]
         earlier, later = began - before, self._last_key - began
@@ -388,13 +395,13 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events.append(Allocation(key, None))
 
     def leave_out(self, tensor: torch.Tensor) -> None:
-        """Stop counting `tensor` in `peak`; its events stay."""
+        """Stop counting `tensor` in `peak`; its events remain in the trace."""
         self._left_out[self._keys[storage_key(tensor)]] = len(self._events)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         made = func(*args, **(kwargs or {}))
-        if func.namespace == "prim":  # a question about a tensor, such as its device
+        if func.namespace == "prim":  # a query about a tensor, such as its device
             return made
         last, self._last_made = self._last_made, None
         if last is not None and func in _READS_HALVES and storage_key(args[0]) == storage_key(last):
@@ -454,7 +461,7 @@ def _transposed_elements(convolution: Any, args: Sequence[Any], made: Any) -> in
         image.numel()
         for image in images
         if image.dim() == 4
-        and image.stride(1) > 1  # 0 for a gradient that is one number
+        and image.stride(1) > 1  # 0 if the gradient is one repeated number
         and not image.is_contiguous(memory_format=torch.channels_last)
     )
 
@@ -463,7 +470,7 @@ _READS_HALVES = (torch.ops.aten._log_softmax.default, torch.ops.aten._to_copy.de
 
 
 def _may_be_fused(func: Any, args: Any, made: torch.Tensor) -> bool:
-    """Return True for a float32 tensor that CUDA keeps in registers if one of `_READS_HALVES` reads it next."""
+    """Return True if CUDA keeps the float32 tensor `made` in registers when one of `_READS_HALVES` reads it next."""
     if made.dtype != torch.float32:
         return False
     if func is torch.ops.aten._to_copy.default:
@@ -472,5 +479,5 @@ def _may_be_fused(func: Any, args: Any, made: torch.Tensor) -> bool:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a number that is equal for tensors that share memory, even without data (`data_ptr()` would raise)."""
+    """Return a number that is equal for tensors that share memory; unlike `data_ptr()`, it also works without data."""
     return int(tensor.untyped_storage()._cdata)

@@ -1,4 +1,4 @@
-"""Measures a training loop that does not use the agent, through its optimizer's steps and its data loader."""
+"""Measures a training loop that does not use the agent, by observing its optimizer steps and its data loaders."""
 
 from __future__ import annotations
 
@@ -31,66 +31,69 @@ if TYPE_CHECKING:
     from tula_agent.recorder import Recorder
 
 _AHEAD = "accelerate"
-"""The framework whose loader fetches one batch ahead of the current one; transformers' Trainer uses it too."""
+"""The framework whose loader prefetches one batch; transformers' Trainer is based on this framework."""
 _SAY_AFTER = 3
-"""Steps after which the loop logs what it cannot observe."""
+"""Number of steps after which the loop logs what it cannot observe."""
 _MOST_STEPS_A_BATCH = 8
-"""Most optimizer steps on one batch (a GAN's critic takes several); a script with more is assumed to request no
-batches.
+"""Maximum number of optimizer steps per batch (a GAN's critic takes several). A script that takes more is assumed to
+request no batches.
 """
 _LOADERS_KEPT = 8
 _LISTS_HELD = 2
-"""Most lists to keep alive, since lists allow no weak references; scripts train on one list and evaluate on another."""
+"""Maximum number of datasets that are lists to keep alive, since a list allows no weak reference. A script typically
+trains on one list and evaluates on another.
+"""
 _FOLLOW_AFTER = 32
-"""Number of consecutive steps of another optimizer that end the watched optimizer's phase."""
+"""Number of consecutive steps of another optimizer after which the loop watches that optimizer instead."""
 
 
 class UneditedLoop:
-    """Drives a `Run` as `Run.steps` does, by watching the script request batches, run backward passes and step.
+    """Drives a `Run` like `Run.steps`, but by observing the script's batch requests, backward passes and optimizer
+    steps.
 
-    The loop begins after the first step of an optimizer, once the process group exists. It watches only the main
-    thread, since a profiling run could not end the script from another thread.
+    The loop begins at the first optimizer step after the process group is created. It observes only the main thread,
+    since a profiling run could not end the script from another thread.
 
-    The optimizer's step completes a step of training. The step ends when the script then requests a batch, so that work
-    between two steps counts. It ends at the optimizer's step if the script requests no batch (it has no DataLoader, or
-    `itertools.cycle` keeps the batches) or a framework fetches batches ahead. All loaders that the script uses at every
-    step belong to training; the loader whose batches have the run's size determines the size of a step. Batches without
-    gradients are an evaluation, and so are batches of another loader if no backward pass follows before the next batch
-    of training. An evaluation does not belong to any step.
+    A training step ends when the script requests the next batch after an optimizer step, so the work between two steps
+    is included. It ends at the optimizer step itself if the script requests no batch (because it has no DataLoader, or
+    `itertools.cycle` keeps the batches) or if a framework prefetches batches. All loaders that the script uses at every
+    step are training loaders; the one whose batches have the run's batch size determines the size of a step. Batches
+    that are loaded while gradients are disabled belong to an evaluation, and so do batches of another loader if no
+    backward pass follows before the next training batch. An evaluation is not part of any step.
 
-    A step has as many micro-steps as backward passes or batches, whichever is fewer: a GAN makes several passes over
-    one batch, and the first rank of some frameworks fetches batches for the others. A launch that measures several
-    batch sizes cuts batches as a loader delivers them, but not under a framework that fetches ahead.
+    The number of micro-steps in a step is its number of backward passes or of batches, whichever is smaller: a GAN runs
+    several backward passes per batch, and in some frameworks the first rank loads batches for the other ranks. A launch
+    that measures several batch sizes cuts each batch when a loader delivers it, unless a framework prefetches batches.
     """
 
     def __init__(self, run: Run, recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
         self._run, self._recorder = run, recorder
         self._steps = 0
-        self._steps_of_others: Counter[int] = Counter()  # by identity, since the last step of the watched one
+        self._steps_of_others: Counter[int] = Counter()  # by id; cleared at each step of the watched optimizer
         self._left = False
         self._size = recorder.config.local_batch_size or 1
-        self._numbers: dict[int, tuple[int, Any]] = {}  # by a dataset's identity, with a weak reference
-        self._lists: dict[int, Any] = {}  # datasets without one, by identity, the last used last
+        self._numbers: dict[int, tuple[int, Any]] = {}  # by the dataset's id, with a weak reference
+        self._lists: dict[int, Any] = {}  # datasets that are lists, by id; the most recently used is last
         self._next_number = count()
-        # By a loader's `_key`: how many batches it has given since the last step, and the size of the last one.
+        # By a loader's `_key`: the number of its batches since the last step, and the size of its last batch.
         self._counts: Counter[int] = Counter()
         self._sizes: dict[int, int] = {}
-        self._asked_before: set[int] = set()  # in the step before
+        self._asked_before: set[int] = set()  # loaders used in the previous step
         self._last: int | None = None
-        self._recent: deque[int] = deque(maxlen=_LOADERS_KEPT)  # loaders whose batch came last before a step
+        self._recent: deque[int] = deque(maxlen=_LOADERS_KEPT)  # loaders that delivered the last batch before a step
         self._training: set[int] = set()
-        self._main: int | None = None  # the loader of training whose batches have the size that counts
-        # Since the last end of a step.
+        self._main: int | None = None  # the training loader that determines the size of a step
+        # State since the end of the last step.
         self._stepped = False
-        self._runs = False  # the step's clock
+        self._runs = False  # True: the step is being timed
         self._evaluated = False
         self._batches = self._backwards = 0
-        self._ended = False  # True: the loader of training has ended, and no step has come since
-        self._ahead = False  # a framework fetches one batch ahead
-        self._steps_of_batch, self._usual_steps = 0, 1  # steps since a loader was asked, and the most of them so far
-        self._replaying: str | None = None  # the run whose batches the script keeps and takes again
+        self._ended = False  # True: the training loader is exhausted, and no step has followed
+        self._ahead = False  # True: a framework prefetches one batch
+        self._steps_of_batch, self._usual_steps = 0, 1  # steps since the last batch request, and the highest count yet
+        self._replaying: str | None = None  # the run in which the script reuses the batches that it kept
         self._sees_backwards = False
-        objects = gc.get_objects()  # some tens of milliseconds, once
+        objects = gc.get_objects()  # takes some tens of milliseconds, once
         models = [thing for thing in objects if issubclass(type(thing), torch.nn.parallel.DistributedDataParallel)]
         self._loads = any(has_yielded(thing) for thing in objects)
         del objects
@@ -101,7 +104,7 @@ class UneditedLoop:
         self._follow(optimizer)
         run.begin_loop(cuts=True)
         if self._joins:
-            recorder.measure_alone("ranks step unequally often under model.join()")
+            recorder.measure_alone("ranks can take different numbers of steps under model.join()")
         if not self._loads:
             self._batch_comes_unseen()
         _see_batches(self, run.guard)
@@ -114,7 +117,7 @@ class UneditedLoop:
         if self._hook is not None:
             self._hook.remove()
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        parameters.sort(key=lambda parameter: parameter.grad is None)  # first those that backward passes reach
+        parameters.sort(key=lambda parameter: parameter.grad is None)  # parameters with gradients come first
         if parameters:
             this = weakref.ref(self)
 
@@ -122,20 +125,20 @@ class UneditedLoop:
                 if (loop := this()) is not None:
                     loop.ran_backward()
 
-            # This is not a hook on the gradient, because `torch.autograd.grad` over parameters is not a micro-step.
+            # A hook on the gradient would also count `torch.autograd.grad` over parameters, which is not a micro-step.
             self._hook = parameters[0].register_post_accumulate_grad_hook(accumulated)
 
     def ran_backward(self) -> None:
         """Count a backward pass that has reached the optimizer's parameters."""
         self._backwards += 1
         self._sees_backwards = True
-        if self._stepped:  # the optimizer steps within the pass, or the pass is another network's: no time of its own
+        if self._stepped:  # the optimizer steps during the pass, or another network's pass follows
             self._recorder.timer.forget_optimizer()
         if self._last is not None and self._last not in self._training:
-            self._evaluated = False  # the other loader's batch is trained on
+            self._evaluated = False  # the script trains on the other loader's batch
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note a step of `optimizer`."""
+        """Process a step of `optimizer`."""
         if not self._run.active or not self._is_followed(optimizer):
             return
         self._steps += 1
@@ -151,14 +154,14 @@ class UneditedLoop:
         if not self._loads:
             self._recorder.measure_whole_batches("no batch comes from a DataLoader")
         if not self._loads or self._ahead or ended:
-            # After the loader's end, a loader that is one batch ahead has its last step, or the script takes one more.
+            # After the loader is exhausted, one more step may follow, for example on a prefetched batch.
             self._boundary()
             if ended:
                 self._leave_loop()
             elif not self._loads:
                 self._batch_comes_unseen()
         elif self._steps_of_batch > self._usual_steps:
-            if self._steps_of_batch == self._usual_steps + 1:  # these steps could not be told apart
+            if self._steps_of_batch == self._usual_steps + 1:  # the boundary between these steps was not observed
                 self._replaying = self._recorder.launch.run_id
                 self._size = self._recorder.local_batch_size or self._size
                 self._begin_again()
@@ -174,20 +177,20 @@ class UneditedLoop:
             if self._steps_of_others:
                 self._steps_of_others.clear()
             return True
-        # Count by optimizer: a script may have one for each layer, and all step between two steps of the watched one.
+        # Count each optimizer separately: a script may have one per layer, and each steps once per training step.
         self._steps_of_others[id(optimizer)] += 1
         if self._optimizer() is None or self._steps_of_others[id(optimizer)] >= _FOLLOW_AFTER:
-            self._follow(optimizer)  # another phase of the training
+            self._follow(optimizer)  # training has entered another phase
         return False
 
     def _learn_loaders(self) -> None:
-        """Determine which loaders belong to training, and which of these shows the size of a step."""
+        """Determine which loaders belong to training, and which of them determines the size of a step."""
         if self._last is None or not self._sizes:
             return
         if self._last not in self._recent:
             self._recent.append(self._last)
         if self._training and self._last not in self._training:
-            self._recorder.measure_whole_batches("batches come from one loader after another")
+            self._recorder.measure_whole_batches("training batches come from different loaders")
         settled = self._main in self._training and self._main in self._sizes
         self._training = {*self._recent, *(self._asked_before & self._sizes.keys())}
         self._asked_before = set(self._sizes)
@@ -199,7 +202,7 @@ class UneditedLoop:
         self._counts.clear()
 
     def wants_batch(self, iterator: Any) -> None:
-        """Note that the script requests a batch from `iterator`."""
+        """Process the script's request for a batch from `iterator`."""
         if not self._measures():
             return
         if self._stepped:
@@ -217,7 +220,7 @@ class UneditedLoop:
             self._evaluated = True
 
     def has_batch(self, iterator: Any, batch: Any) -> Any:
-        """Note that `iterator` has delivered `batch`, and return the part of it that the script gets."""
+        """Record that `iterator` has delivered `batch`, and return the part of `batch` that the script receives."""
         if not (self._measures() and torch.is_grad_enabled()):
             return batch
         key, sampler = self._key(iterator), index_sampler(iterator)
@@ -227,10 +230,10 @@ class UneditedLoop:
             self._sizes[key] = self._recorder.sizes.of(batch, sampler) or self._size
             return batch
         if not self._ahead:
-            caller = sys._getframe(2)  # of this method, of the iterator's `__next__`, of who called that
+            caller = sys._getframe(2)  # the frame that called the iterator's `__next__`
             self._ahead = str(caller.f_globals.get("__name__")).partition(".")[0] == _AHEAD
             if self._ahead:
-                because = "the framework fetches a batch ahead of the one that is trained on"
+                because = "the framework prefetches batches"
                 self._recorder.measure_whole_batches(because)
         batch = self._recorder.cut(batch, sampler)
         stated = sampler if self._recorder.launch.cut_to is None else None
@@ -245,7 +248,7 @@ class UneditedLoop:
         return batch
 
     def ended(self, iterator: Any) -> None:
-        """Note that `iterator` has no more batches."""
+        """Record that `iterator` has no more batches."""
         if self._measures() and self._is_training(iterator):
             self._ended, self._runs = True, False
 
@@ -256,13 +259,14 @@ class UneditedLoop:
         return torch.is_grad_enabled() and (not self._training or self._key(iterator) in self._training)
 
     def _key(self, iterator: Any) -> int:
-        """Return the number of the loader's dataset, in the order in which the script first used its datasets.
+        """Return the number of the loader's dataset; datasets are numbered in the order in which the script first used
+        them.
 
-        All iterators over a loader share the number in every epoch. The dataset's identity (`id`) cannot be used,
-        because a new dataset may by chance get the identity of a deleted one. A rank on which that happens would
-        confuse two loaders, and would not end at the same step as the others. So a number is forgotten with its
-        dataset. A list, which does not allow a weak reference, is kept alive while it is among the last `_LISTS_HELD`
-        used.
+        All iterators over a loader have the same number in every epoch. The dataset's `id` cannot serve as its number,
+        because a new dataset may by chance get the `id` of a deleted one. A rank on which this happened would confuse
+        two loaders, and would not end at the same step as the other ranks. So a number is discarded when its dataset is
+        deleted. A list, which does not allow a weak reference, is kept alive while it is among the `_LISTS_HELD` most
+        recently used.
         """
         dataset = getattr(iterator, "_dataset", iterator)
         identity, numbers = id(dataset), self._numbers
@@ -281,18 +285,18 @@ class UneditedLoop:
         return numbers[identity][0]
 
     def _micro_steps(self) -> int:
-        """Return the number of micro-steps in the step that ends."""
+        """Return the number of micro-steps in the step that is ending."""
         usual, batches, backwards = self._recorder.timer.grad_accum_steps, self._batches, self._backwards
         replays = self._loads and not batches and self._steps_of_batch > self._usual_steps
         if backwards == usual or replays or not (batches or backwards):
-            return usual  # where batches are fetched ahead, a step may show fewer than it has
+            return usual  # if batches are prefetched, fewer may be observed in a step than it has
         return min(batches, backwards) or max(batches, backwards)
 
     def _boundary(self) -> None:
-        """End the current step; if a profiling run has measured enough, leave the script on all ranks after the same
+        """End the current step; if a profiling run has measured enough, exit the script on all ranks after the same
         step.
 
-        A script that can't be left in this way continues to train unmeasured until the launcher ends it.
+        A script that can't be ended in this way continues to train without measurement until the launcher ends it.
         """
         self._recorder.timer.stepped_after(self._micro_steps(), self._size)
         self._run.batch_done()
@@ -309,12 +313,12 @@ class UneditedLoop:
         raise SystemExit(0)
 
     def _leave_loop(self) -> None:
-        """Drop the current step, and measure nothing until the next batch of training."""
+        """Discard the current step, and measure nothing until the next training batch."""
         self._run.end_loop()
         self._forget_step()
 
     def _begin_again(self) -> None:
-        """Drop the measurements of this step, and begin a new step now."""
+        """Discard the measurements of the current step, and begin a new step now."""
         if not self._recorder.timer.between_steps:
             self._leave_loop()
         self._run.batch_done()
@@ -326,18 +330,18 @@ class UneditedLoop:
         self._batches = self._backwards = 0
 
     def _say_what_is_not_seen(self) -> None:
-        missing = [] if self._loads else ["the batches, which come from no DataLoader (their size is the run's)"]
+        missing = [] if self._loads else ["the batches, since no DataLoader yields them (their size is assumed)"]
         if not self._loads and not self._sees_backwards:
-            missing.append("accumulation: call tula_agent.init(grad_accum_steps=...) if the script accumulates")
+            missing.append("accumulation (if the script accumulates, call tula_agent.init(grad_accum_steps=...))")
         if not self._models and current_group() is not None and torch.distributed.get_world_size() > 1:
-            missing.append("communication, since no DistributedDataParallel model holds the optimizer's parameters")
+            missing.append("communication, since no DistributedDataParallel model contains the optimizer's parameters")
         if missing:
-            logger.warning("the script calls no tula_agent.init(), so the agent cannot see %s", ", and ".join(missing))
+            logger.warning("without a tula_agent.init() in the script, the agent cannot see %s", ", and ".join(missing))
         if self._joins:
             logger.warning(
-                "under model.join() ranks step unequally often and can't end after the same step: the first rank's "
-                "steps are measured, and the script trains on until tula ends it; to end early loop over "
-                "run.steps(loader), see docs/embed.md"
+                "under model.join() ranks can take different numbers of steps, so they can't end after the same step. "
+                "Only the first rank's steps are measured, and the script continues to train until tula ends it. "
+                "To end it earlier, loop over run.steps(loader) (see docs/embed.md)."
             )
 
 
@@ -348,7 +352,7 @@ _loop: UneditedLoop | None = None
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Note a step of `optimizer`; the first step after the process group exists begins the run."""
+    """Process a step of `optimizer`; the first step after the process group exists starts the run."""
     global _run, _loop
     if threading.current_thread() is not threading.main_thread():
         return
@@ -361,7 +365,7 @@ def stepped(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _see_batches(loop: UneditedLoop, guard: Guard) -> None:
-    """Let `loop` observe every batch of every DataLoader, even if the script is already iterating over it."""
+    """Let `loop` observe every batch of every DataLoader, even of one over which the script is already iterating."""
     kind = loader_iterator_class()
     if kind is None:
         return

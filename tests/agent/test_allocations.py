@@ -67,5 +67,5 @@ def test_sizes_follow_the_line_through_two_traces_and_other_orders_are_refused()
     assert model.events(1) == first
     assert model.events(3) == second
     assert model.events(10)[1] == Allocation(2, 10_000)
-    with pytest.raises(ValueError, match="in another order"):
+    with pytest.raises(ValueError, match="in a different order"):
         AllocationModel(1, 3, first, [*second, Allocation(3, 1)])

@@ -81,7 +81,7 @@ def test_sizes_that_vary_count_as_the_batch_of_the_run_and_one_sentence_says_wha
     assert train(tokens, environ={"TULA_LOCAL_BATCH_SIZE": "8"})[8] >= 30
     (said,) = [record.getMessage() for record in caplog.records if "size of batches varies" in record.getMessage()]
     assert "run.steps(loader, size=...)" in said
-    assert "pass it on" not in caplog.text
+    assert "use the run's batch size" not in caplog.text
 
 
 def test_a_batch_that_grows_for_good_is_the_usual_one_from_then_on(train):

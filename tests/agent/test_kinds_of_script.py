@@ -30,13 +30,13 @@ class Kind:
 KINDS = {
     "cycle": Kind(),
     "zip_of_two": Kind(ranks=2, fewest=8),
-    "own_batches": Kind(said="the batches, which come from no DataLoader"),
-    "own_batches_accumulated": Kind(micro_steps=4, said="the batches, which come from no DataLoader"),
+    "own_batches": Kind(said="the batches, since no DataLoader yields them"),
+    "own_batches_accumulated": Kind(micro_steps=4, said="the batches, since no DataLoader yields them"),
     "loader_per_episode": Kind(ranks=2),
     "loader_per_episode_of_three": Kind(ranks=2),
     "evaluated_with_gradients": Kind(),
     "critic_twice": Kind(ranks=2, fewest=8),
-    "gradient_penalty": Kind(said="the batches, which come from no DataLoader"),
+    "gradient_penalty": Kind(said="the batches, since no DataLoader yields them"),
     "second_phase": Kind(fewest=8),
     "optimizer_per_layer": Kind(),
     "dispatched": Kind(ranks=2),
@@ -151,5 +151,5 @@ def test_a_training_may_lower_its_batch(sink: Sink, launch: Launch) -> None:
 
 def test_accumulation_that_rises_while_it_is_measured_is_said(sink: Sink, launch: Launch) -> None:
     done = launch("with_hook.py", str(SCRIPTS / "kinds.py"), "accumulation_rises", ranks=2, **PROFILE)
-    assert done.stderr.count("accumulation rose from 1 to 2 micro-steps a step while it was measured") == 1
+    assert done.stderr.count("accumulation rose from 1 to 2 micro-steps per step while it was measured") == 1
     assert sink.states == ["running", "succeeded"]

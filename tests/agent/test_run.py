@@ -139,7 +139,7 @@ def test_a_service_cannot_make_a_profiling_run_of_a_training(sink: Sink, launch:
 
 def test_accumulation_is_observed_and_reported_where_the_run_has_another(sink: Sink, launch: Launch) -> None:
     done = launch("train.py", "--accumulate", "4", TULA_GRAD_ACCUM_STEPS="1")
-    assert "accumulates 4 micro-steps a step, but the run's are 1" in done.stderr
+    assert "accumulates 4 micro-steps per step, but the run's are 1" in done.stderr
     assert {body["grad_accum_steps"] for body in sink.samples} == {4}
 
 
@@ -155,7 +155,7 @@ def test_accumulation_that_nothing_watches_is_reported(
         if (number + 1) % accumulated == 0:
             optimizer.step()
     run.finish()
-    expected = "steps once in 4 batches, which is measured as 1: call run.watch(model, optimizer)"
+    expected = "steps once in 4 batches, but 1 is assumed: call run.watch(model, optimizer)"
     assert (expected in caplog.text) is (accumulated == 4)
 
 
@@ -189,7 +189,7 @@ def test_a_shorter_last_accumulation_is_no_sample_of_the_usual_one(
     run.finish()
     assert {(body["local_batch_size"], body["grad_accum_steps"]) for body in sink.samples} == {(8, 2)}
     assert sink.steps() == [step for step in range(12) if step % 3 != 2]
-    assert "the run is to use 2 rank(s), but 1 train: check the launch command" in caplog.text
+    assert "the run requires 2 rank(s), but 1 are training: check the launch command" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -510,4 +510,4 @@ def test_a_process_that_a_training_starts_does_not_join_its_run(sink: Sink, laun
     assert sink.steps() == list(range(5))
     assert len({body["boot_id"] for body in sink.samples}) == 1
     assert sink.states == ["running", "succeeded"]
-    assert done.stderr.count("this process is not measured, since process") == 1
+    assert done.stderr.count("this process is not measured, because its parent process") == 1

@@ -28,4 +28,4 @@ def test_without_a_loader_one_sentence_says_what_is_not_seen(launch: Launch, sin
     done = launch("unedited.py", "--without-loader", **PROFILE)
     assert "complete" not in done.stdout
     assert sink.steps() == list(range(22))
-    assert done.stderr.count("the batches, which come from no DataLoader") == 1
+    assert done.stderr.count("the batches, since no DataLoader yields them") == 1

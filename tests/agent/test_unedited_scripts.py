@@ -14,7 +14,7 @@ from tests.agent.sink import Sink
 SCRIPTS = Path(__file__).parents[1] / "e2e" / "scripts" / "unedited"
 PROFILE = {"TULA_KIND": "profile", "TULA_WARMUP_STEPS": "2", "TULA_MEASURE_STEPS": "20", "TULA_LOCAL_BATCH_SIZE": "8"}
 ACCUMULATING = {"accumulation.py", "hf_trainer.py", "own_batches.py"}
-NOT_SEEN = {"fsdp.py": "communication", "own_batches.py": "the batches, which come from no DataLoader"}
+NOT_SEEN = {"fsdp.py": "communication", "own_batches.py": "the batches, since no DataLoader yields them"}
 CUT = (
     "plain_ddp.py",
     "amp_autocast.py",

@@ -115,7 +115,7 @@ def test_the_command_hands_both_to_what_it_starts(capfd: pytest.CaptureFixture[s
     """The agent of a launched training reads the environment alone."""
     file = config('url = "http://127.0.0.1:9"\ntoken = "secret"\n')
     assert run(["doctor", "--json"]) == 1
-    assert f"http://127.0.0.1:9 (by {file}) does not answer" in capfd.readouterr().out
+    assert f"http://127.0.0.1:9 (from {file}) does not respond" in capfd.readouterr().out
     assert (os.environ["TULA_URL"], os.environ["TULA_TOKEN"]) == ("http://127.0.0.1:9", "secret")
 
 

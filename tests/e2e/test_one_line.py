@@ -190,8 +190,8 @@ def test_a_job_that_cannot_be_made_costs_one_warning(
     run = train(server.url, tmp_path, WantedJob("nameless"))
     assert run.position.step == 12
     assert [record.getMessage() for record in caplog.records] == [
-        "tula: no run of job 'nameless' could be made (there is no such job: give tula_agent.init dataset_size and "
-        "epochs to register it): nothing is measured, training continues"
+        "tula: no run of job 'nameless' could be created (the job does not exist: to register it, pass dataset_size "
+        "and epochs to tula_agent.init): nothing is measured, but training continues"
     ]
     assert not list((tmp_path / "spool").glob("*"))
 
@@ -203,7 +203,7 @@ def test_a_token_that_may_make_no_run_costs_one_warning(tmp_path: Path, caplog: 
         run = train(server.url, tmp_path, WantedJob("guarded", 100), TULA_TOKEN=secret)
     assert run.position.step == 12
     (record,) = caplog.records
-    assert "no run of job 'guarded' could be made (403" in record.getMessage()
+    assert "no run of job 'guarded' could be created (403" in record.getMessage()
 
 
 @pytest.mark.parametrize("dies", [0, 1])

@@ -1,4 +1,4 @@
-"""Callbacks for training frameworks. Each module imports its framework, so a script imports only the one it uses."""
+"""Callbacks for training frameworks. Each module imports one framework, so import only the module that is needed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _KNOWN = {
 
 
 def columns(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers and one-element tensors of `metrics` by column name.
+    """Return the finite numbers and one-element tensors in `metrics`, keyed by column name.
 
-    A column name has lower-case letters, digits and underscores.
+    Column names consist of lower-case letters, digits and underscores.
     """
     numbers: dict[str, Any] = {}
     for name, value in metrics.items():

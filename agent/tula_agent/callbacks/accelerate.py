@@ -1,6 +1,6 @@
-"""`Accelerator(log_with=[TulaTracker(run)])`: metrics logged through accelerate become telemetry.
+"""Tracker that sends metrics logged through accelerate as telemetry: `Accelerator(log_with=[TulaTracker(run)])`.
 
-The script keeps its own loop and calls `run.steps`.
+The script keeps its own loop, which must call `run.steps`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tula_agent.run import Run
 if TYPE_CHECKING:
 
     class GeneralTracker:
-        """Stands in for the library's class, which has no types."""
+        """Replaces the library's class during type checking, since that class has no annotations."""
 
         def __init__(self, _blank: bool = False) -> None: ...
 
@@ -43,7 +43,7 @@ class TulaTracker(GeneralTracker):
         """Ignore the configuration, since the job specification contains it."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **others: Any) -> None:  # noqa: ARG002
-        """Log numbers of the current step; `run.steps` counts steps, so accelerate's count is ignored."""
+        """Log metrics of the current step; ignore `step`, since `run.steps` counts the steps."""
         self.run.log(**columns(values))
 
     def finish(self) -> None:
@@ -52,5 +52,5 @@ class TulaTracker(GeneralTracker):
 
 
 def watch(run: Run, model: Any, optimizer: Any) -> None:
-    """Watch objects from `accelerator.prepare` as `run.watch` does; hook the optimizer inside accelerate's wrapper."""
+    """Call `run.watch` with objects from `accelerator.prepare`; watch the optimizer inside accelerate's wrapper."""
     run.watch(model, getattr(optimizer, "optimizer", optimizer))

@@ -1,4 +1,4 @@
-"""`Trainer(callbacks=[TulaCallback(dataset_size=...)])`: the agent for Lightning 2."""
+"""Callback that runs the agent in Lightning 2: `Trainer(callbacks=[TulaCallback(dataset_size=...)])`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tula_agent.run import GLOO_RELEASE_S, Run, init
 if TYPE_CHECKING:
 
     class Callback:
-        """Stands in for Lightning's class, whose hooks are untyped."""
+        """Replaces Lightning's class during type checking, since its hooks are untyped."""
 
-elif "pytorch_lightning" in sys.modules:  # the older package, if the script uses it
+elif "pytorch_lightning" in sys.modules:  # the older package, if the script has imported it
     from pytorch_lightning import Callback
 else:
     try:
@@ -28,12 +28,13 @@ __all__ = ["TulaCallback", "UneditedCallback"]
 
 
 class TulaCallback(Callback):
-    """Measures `fit`, stops it once a profiling run has enough samples, and reports how it ended.
+    """Callback that measures `fit`, stops `fit` once a profiling run has enough samples, and reports how `fit` ended.
 
-    A launch that measures several batch sizes cuts each batch before the trainer's strategy moves it to the device.
+    If a launch measures several batch sizes, the callback cuts each batch before the trainer's strategy moves it to the
+    device.
 
-    The agent reads accumulation, precision plugins and DDP from the trainer's optimizers and strategy. Metrics that the
-    module logs become telemetry. `run` is the agent's run; it does nothing before `fit`.
+    The agent detects gradient accumulation, precision plugins and DDP through the trainer's optimizers and strategy.
+    Metrics that the module logs are sent as telemetry. `run` is the agent's run; it does nothing before `fit`.
     """
 
     def __init__(self, dataset_size: int | None = None) -> None:
@@ -57,14 +58,21 @@ class TulaCallback(Callback):
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Start timing the loop."""
         pulls = "dataloader_iter" in inspect.signature(pl_module.training_step).parameters
-        self.run.begin_loop(cuts=not pulls)  # a module that pulls moves them itself
+        self.run.begin_loop(cuts=not pulls)  # a module that pulls batches also moves them to the device
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         """Begin a micro-step."""
         self._pause.close()
         self.run.batch_arrived(batch, trainer.train_dataloader)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
+    def on_train_batch_end(
+        self,
+        trainer: Any,
+        pl_module: Any,  # noqa: ARG002
+        outputs: Any,
+        batch: Any,  # noqa: ARG002
+        batch_idx: int,  # noqa: ARG002
+    ) -> None:
         """End a micro-step."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is not None:
@@ -72,25 +80,25 @@ class TulaCallback(Callback):
         self.run.batch_done()
         if self.run.stopping:
             trainer.should_stop = True
-            trainer.fit_loop.max_epochs = trainer.current_epoch + 1  # or min_epochs would continue the fit
+            trainer.fit_loop.max_epochs = trainer.current_epoch + 1  # otherwise min_epochs would continue the fit
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Stop timing the loop."""
         self.run.end_loop()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Exclude the time until the next micro-step from all steps."""
+        """Exclude the time until the next micro-step from the measurements."""
         self._pause.enter_context(self.run.paused())
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
-        """Exclude the time of writing too: Lightning writes the file after this hook, the last one at a batch's end."""
+        """Exclude the time that Lightning takes to write the checkpoint after this hook, the last hook of a batch."""
         self.on_validation_start(trainer, pl_module)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Log the validation metrics."""
         if not trainer.sanity_checking:
             metrics = columns(trainer.callback_metrics)
-            metrics.pop("loss", None)  # logged at every step already
+            metrics.pop("loss", None)  # already logged at every step
             self.run.log(**metrics)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
@@ -104,7 +112,9 @@ class TulaCallback(Callback):
         self.run.finish()
 
     def _cut_batches(self, trainer: Any, run: Run) -> None:
-        """Until fit ends, move only the measured examples to the device, since the others would take memory."""
+        """Until `fit` ends, move only the measured examples to the device, since the other examples would occupy
+        memory.
+        """
         strategy = trainer.strategy
         to_device = strategy.batch_to_device
 
@@ -120,7 +130,7 @@ class UneditedCallback(TulaCallback):
     (`tula_startup`).
 
     All fits of the script form one run, which ends with the process. Once a profiling run has enough samples, all ranks
-    leave the script after the same step: no validation, checkpoint or further fit follows.
+    exit the script after the same step, without any further validation, checkpoint or fit.
     """
 
     _of_script: ClassVar[Run] = Run(None)
@@ -147,7 +157,7 @@ class UneditedCallback(TulaCallback):
 
 
 def _epochs_before(trainer: Any) -> float:
-    """Return the epochs that a resumed fit has completed, including the fraction of an interrupted epoch."""
+    """Return the number of epochs that a resumed fit has completed, including the fraction of an interrupted epoch."""
     epochs = trainer.fit_loop.epoch_progress.current
     left = epochs.ready > epochs.processed
     batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready if left else 0

@@ -1,4 +1,4 @@
-"""`Trainer(callbacks=[TulaTrainerCallback(dataset_size=...)])`: the agent for Hugging Face transformers."""
+"""Callback that runs the agent in Hugging Face transformers: `Trainer(callbacks=[TulaTrainerCallback()])`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tula_agent.torch_private import ddp_model_in_forward
 if TYPE_CHECKING:
 
     class TrainerCallback:
-        """Stands in for the library's class, which has no types."""
+        """Replaces the library's class during type checking, since that class has no annotations."""
 
 else:
     from transformers import TrainerCallback
@@ -23,10 +23,10 @@ __all__ = ["TulaTrainerCallback"]
 
 
 class TulaTrainerCallback(TrainerCallback):
-    """Measures `train`, and stops it once a profiling run has enough samples.
+    """Callback that measures `train`, and stops `train` once a profiling run has enough samples.
 
-    The trainer loads all micro-batches of a step before it calls back, so the input time covers the whole step. `run`
-    is the agent's run; it does nothing before training.
+    The trainer loads all micro-batches of a step before it calls a callback, so the input time covers the whole step.
+    `run` is the agent's run; it does nothing before training.
     """
 
     def __init__(self, dataset_size: int | None = None) -> None:
@@ -51,7 +51,8 @@ class TulaTrainerCallback(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
         """Begin a step.
 
-        The trainer does not pass its batches to callbacks, so an empty tensor of the same batch size stands in.
+        The trainer does not pass batches to callbacks, so this method uses an empty tensor of the same batch size
+        instead.
         """
         self._pause.close()
         stand_in = torch.empty(args.train_batch_size, 0, device="cpu")
@@ -71,7 +72,7 @@ class TulaTrainerCallback(TrainerCallback):
         self.run.end_loop()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:  # noqa: ARG002
-        """Log loss, learning rate and evaluation metrics, but not the summary at the end."""
+        """Log the loss, the learning rate and the evaluation metrics, but not the final summary."""
         if logs and "train_runtime" not in logs:
             self.run.log(**columns(logs))
 
@@ -81,7 +82,9 @@ class TulaTrainerCallback(TrainerCallback):
 
 
 def _watch_around(run: Run, model: Any) -> None:
-    """Watch the DDP module around `model`; the trainer does not pass it, so the first forward pass reveals it."""
+    """Watch the DDP module that wraps `model`, which is found during the first forward pass, since callbacks do not
+    receive it.
+    """
 
     def found(*_: Any) -> None:
         hook.remove()

@@ -27,7 +27,7 @@ MIN_FREE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check; `remedy` is empty if nothing is wrong."""
+    """Result of one check; `remedy` is empty if the check passed."""
 
     name: str
     state: State
@@ -36,12 +36,12 @@ class Finding:
 
 
 def _check(name: str, passed: bool, fact: str, remedy: str, otherwise: State = "wrong") -> Finding:
-    """Return the result of the check `name`: ok, or else `otherwise` with its remedy."""
+    """Return the result of the check `name`: ok if it passed, or else the state `otherwise` with `remedy`."""
     return Finding(name, "ok", fact) if passed else Finding(name, otherwise, fact, remedy)
 
 
 def examine(environ: Mapping[str, str], client: httpx.Client, origin: str = "TULA_URL") -> list[Finding]:
-    """Return all findings in the order in which a job would fail; `origin` says where the URL is from. Never raises."""
+    """Return all findings in the order in which a job would fail; `origin` tells where the URL is set. Never raises."""
     findings = [Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")]
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("torch", _torch),
@@ -53,7 +53,7 @@ def examine(environ: Mapping[str, str], client: httpx.Client, origin: str = "TUL
         try:
             findings.extend(check())
         except Exception as error:
-            findings.append(Finding(name, "wrong", f"the check failed: {error!r}", "report this"))
+            findings.append(Finding(name, "wrong", f"the check failed: {error!r}", "report this as a bug"))
     return findings
 
 
@@ -71,7 +71,7 @@ def _torch() -> Iterator[Finding]:
     yield _check("distributed", bool(backends), fact, "install a build of torch with gloo or nccl")
     if not torch.cuda.is_available():
         built = torch.version.cuda
-        fact = f"torch was built for CUDA {built} but sees no device" if built else "none: this torch is a CPU build"
+        fact = f"torch was built for CUDA {built} but finds no device" if built else "none: this torch is a CPU build"
         remedy = "check nvidia-smi and that the driver is new enough for this build"
         yield _check("cuda", built is None, fact, remedy, "warning")
         return
@@ -80,14 +80,19 @@ def _torch() -> Iterator[Finding]:
         major, minor = torch.cuda.get_device_capability(index)
         name = f"{torch.cuda.get_device_name(index)} (sm_{major}{minor})"
         native = any(arch.startswith((f"sm_{major}", f"compute_{major}")) for arch in supported)
-        yield _check(f"cuda:{index}", native, name, "install wheels that carry it (V100: the cu126 index)")
+        yield _check(f"cuda:{index}", native, name, "install wheels that support it (V100: the cu126 index)")
     try:
         import pynvml
 
         pynvml.nvmlInit()
         yield Finding("nvml", "ok", str(pynvml.nvmlSystemGetDriverVersion()))
     except Exception as error:
-        yield Finding("nvml", "warning", f"not available ({error})", "pip install nvidia-ml-py for the device's view")
+        yield Finding(
+            "nvml",
+            "warning",
+            f"not available ({error})",
+            "pip install nvidia-ml-py to read the device",
+        )
 
 
 def _ranks(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -101,7 +106,7 @@ def _ranks(environ: Mapping[str, str]) -> Iterator[Finding]:
             continue
         valid = (rank or "").isdigit() and (size or "").isdigit() and int(rank or 0) < int(size or 0)
         fact = f"rank {rank} of {size} ({names[0]})" if valid else f"{names[0]}={rank}, {names[1]}={size}"
-        yield _check("ranks", valid, fact, "start the script with torchrun, or set both: 0 <= rank < size")
+        yield _check("ranks", valid, fact, "start the script with torchrun, or set both so that 0 <= rank < size")
         return
     yield Finding("ranks", "ok", "one process (no RANK in the environment)")
 
@@ -110,21 +115,21 @@ def _service(environ: Mapping[str, str], client: httpx.Client, origin: str) -> I
     url = environ.get("TULA_URL") or "http://127.0.0.1:8321"
     if environ.get("TULA_DISABLED", "") not in ("", "0"):
         yield Finding("agent", "warning", "TULA_DISABLED is set: nothing is measured", "unset TULA_DISABLED")
-    named = f"{url} (by {origin})"
+    named = f"{url} (from {origin})"
     try:
         health = client.get(url + routes.HEALTH)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         proxy, remedy = proxy_for(url), "start `tula serve`, or set TULA_URL"
         if proxy is not None:
             named, remedy = (
-                f"{named}, asked through the proxy {proxy},",
-                "add its host to NO_PROXY if it needs no proxy",
+                f"{named}, through the proxy {proxy},",
+                "add the service's host to NO_PROXY if no proxy is needed",
             )
-        yield Finding("service", "wrong", f"{named} does not answer ({error})", remedy)
+        yield Finding("service", "wrong", f"{named} does not respond ({error})", remedy)
         return
     answers = health.status_code == 200
-    fact = named if answers else f"{named} answers {health.status_code}"
-    yield _check("service", answers, fact, "check TULA_URL: is this the service?")
+    fact = named if answers else f"{named} returned status {health.status_code}"
+    yield _check("service", answers, fact, "check that TULA_URL is the address of the service")
     if not answers:
         return
     if "date" in health.headers:
@@ -132,20 +137,25 @@ def _service(environ: Mapping[str, str], client: httpx.Client, origin: str) -> I
         ahead_s = parsedate_to_datetime(health.headers["date"]).timestamp() + 0.5 - time.time()
         apart = f"the service is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} this machine"
         agrees = abs(ahead_s) <= MAX_CLOCK_SKEW_S
-        remedy = "start a time service (chrony); measuring itself does not need it"
-        yield _check("clock", agrees, "agrees with the service's" if agrees else apart, remedy, "warning")
+        remedy = "start a time service such as chrony (not needed for measurements)"
+        yield _check("clock", agrees, "agrees with the service's clock" if agrees else apart, remedy, "warning")
     ready = client.get(url + routes.READY)
     fact = "reachable, schema current" if ready.status_code == 200 else _detail(ready)
-    remedy = "see the service's log; a new version needs `tula migrate`"
+    remedy = "see the service's log; after an upgrade, run `tula migrate`"
     yield _check("database", ready.status_code == 200, fact, remedy)
     token = environ.get("TULA_TOKEN")
     answer = client.get(url + routes.JOBS, headers={"authorization": f"Bearer {token}"} if token else {})
     if answer.status_code == 401:
-        yield Finding("token", "wrong", "refused" if token else "none is set", "set TULA_TOKEN: `tula token create`")
+        yield Finding(
+            "token",
+            "wrong",
+            "refused" if token else "not set",
+            "set TULA_TOKEN: `tula token create`",
+        )
     elif answer.status_code == 403:
-        yield Finding("token", "ok", "accepted, for its own job only")
+        yield Finding("token", "ok", "accepted, but only for its own job")
     elif answer.status_code < 400:
-        yield Finding("token", "ok", "accepted" if token else "none is set, and none is needed")
+        yield Finding("token", "ok", "accepted" if token else "not set, and not needed")
     else:
         yield Finding("token", "warning", _detail(answer), "see the service's log")
 
@@ -161,16 +171,16 @@ def _disk(environ: Mapping[str, str]) -> Iterator[Finding]:
         probe.write_bytes(b"ok")
         probe.unlink()
     except OSError as error:
-        yield Finding("disk", "wrong", f"{spool} cannot be written ({error.strerror})", "set TULA_SPOOL_DIR")
+        yield Finding("disk", "wrong", f"{spool} is not writable ({error.strerror})", "set TULA_SPOOL_DIR")
         return
     free = shutil.disk_usage(spool).free
     size = f"{free / 2**30:.1f} GiB" if free >= 2**30 else f"{free // 2**20} MiB"
-    fact, remedy = f"{size} free in {spool}", "free some, or set TULA_SPOOL_DIR"
+    fact, remedy = f"{size} free in {spool}", "free some disk space, or set TULA_SPOOL_DIR"
     yield _check("disk", free >= MIN_FREE_BYTES, fact, remedy, "warning")
     waiting = spool_files(spool)
     if waiting:
-        count = "1 file waits" if len(waiting) == 1 else f"{len(waiting)} files wait"
-        yield Finding("spool", "warning", f"{count} to be sent", f"tula upload {spool}")
+        count = "1 file is" if len(waiting) == 1 else f"{len(waiting)} files are"
+        yield Finding("spool", "warning", f"{count} waiting to be sent", f"run `tula upload {spool}`")
 
 
 def _detail(response: httpx.Response) -> str:
@@ -184,7 +194,7 @@ def doctor(
     context: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check everything that a job needs, and say how to fix what is wrong."""
+    """Check everything that a job needs, and explain how to fix each problem."""
     with httpx.Client(timeout=5.0) as client:
         findings = examine(os.environ, client, getattr(context.obj, "origin", "TULA_URL"))
     wrong = sum(finding.state == "wrong" for finding in findings)

@@ -1,4 +1,4 @@
-"""`tula estimate`: counts parameters, FLOPs and memory of a model before anything has run."""
+"""`tula estimate`: computes a model's parameters, FLOPs and memory before the first run."""
 
 from __future__ import annotations
 
@@ -27,31 +27,36 @@ _MODEL = re.compile(r"^(\[model\][^\n]*\n)(.*?)(?=^[ \t]*\[|\Z)", re.M | re.S)
 
 def estimate(
     factory: Annotated[
-        str, typer.Argument(metavar="MODULE:FACTORY", help="FACTORY(batch) returns model, batch[, optimizer].")
+        str,
+        typer.Argument(
+            metavar="MODULE:FACTORY",
+            help="Function that is called as FACTORY(batch) and returns (model, batch[, optimizer]).",
+        ),
     ],
-    batch: Annotated[int, typer.Option(min=1, help="Examples of a rank and micro-step.")],
+    batch: Annotated[int, typer.Option(min=1, help="Number of examples per rank and micro-step.")],
     device: Annotated[str | None, typer.Option(help="Accelerator, such as A100-80GB.")] = None,
     write: Annotated[
-        Path | None, typer.Option(metavar="SPEC.toml", help="Put the facts into the [model] of this job specification.")
+        Path | None,
+        typer.Option(metavar="SPEC.toml", help="Write the results into this job specification's [model]."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Count a model's parameters, FLOPs and memory without a device, and print what its job.toml needs.
+    """Compute a model's parameters, FLOPs and memory without a device, and print the values for its job.toml.
 
-    FACTORY takes the number of examples, and returns the model, its arguments for that number (a tensor, a tuple or a
-    mapping) and, to count the optimizer's state, the optimizer.
+    FACTORY takes a number of examples. It returns the model, the model's arguments for that many examples (a tensor, a
+    tuple or a mapping) and, if the optimizer's state should be included, the optimizer.
     """
     sizes = _capacities(device)
     before = None if write is None else _read(write)
     model, sample, optimizer = _made(factory, batch)
     from tula_agent.measure.estimate import estimate_memory
 
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # a trace, before our sentence
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # no traceback before the error
     try:
         estimated = estimate_memory(model, sample, optimizer)
-    except Exception as error:  # the user's model raises what it likes
+    except Exception as error:  # the user's model may raise any exception
         raise typer.BadParameter(
-            f"the model cannot be run on the arguments that {factory} returned ({_first_line(error)})"
+            f"the model cannot be called with the arguments that {factory} returned ({_first_line(error)})"
         ) from None
     largest = {f"{device} {size} GiB": estimated.largest_local_batch_size(size * _GIB) for size in sizes}
     safe = {f"{device} {size} GiB": estimated.safe_local_batch_size(size * _GIB) for size in sizes}
@@ -59,7 +64,7 @@ def estimate(
     described = estimated.model_spec(factory.rpartition(":")[2], _name(optimizer), capacity)
     lines = {name: _toml(value) for name, value in described.items() if value is not None}
     if write is not None and before is not None:
-        part = write.with_name(f".{write.name}.part")  # the file as a whole, or as it was
+        part = write.with_name(f".{write.name}.part")  # so that the file is replaced completely or not at all
         part.write_text(with_model(before, lines), encoding="utf-8")
         load_spec(part)
         part.replace(write)
@@ -74,13 +79,13 @@ def estimate(
     if optimizer is None:
         state = "parameters and gradients (no optimizer given)"
     typer.echo(f"parameters: {estimated.parameters:,}")
-    typer.echo(f"FLOPs of an example, forward and backward: {estimated.flops_per_sample:.3g}")
-    typer.echo(f"activations of an example: {format_size(estimated.activation_bytes_per_sample)}")
-    typer.echo(f"memory at batch {batch}: {total}, of which {static} {state}")
+    typer.echo(f"FLOPs per example, forward and backward: {estimated.flops_per_sample:.3g}")
+    typer.echo(f"activations per example: {format_size(estimated.activation_bytes_per_sample)}")
+    typer.echo(f"memory at batch size {batch}: {total}, including {static} of {state}")
     for name, most in largest.items():
         typer.echo(f"largest batch on {name}: {safe[name]} (safe), {most} (expected)")
     if write is not None:
-        typer.echo(f"\nwritten into the [model] of {write}")
+        typer.echo(f"\nwritten into the [model] table of {write}")
         return
     typer.echo("\n[model]")
     for name, value in lines.items():
@@ -88,14 +93,14 @@ def estimate(
 
 
 def with_model(text: str, facts: Mapping[str, str]) -> str:
-    """Return a job specification with `facts` (values in TOML) in its table `[model]`; `name` and all other lines stay.
+    """Return a job specification with `facts` (TOML values) in its `[model]` table; keep `name` and all other lines.
 
-    A fact replaces the line that sets it, even if that line is commented out. Raises ValueError if there is no such
-    table.
+    A fact replaces the line that sets the same field, even if this line is commented out. Raises ValueError if there is
+    no `[model]` table.
     """
     table = _MODEL.search(text)
     if table is None:
-        raise ValueError("it has no line [model]")
+        raise ValueError("it has no [model] line")
     body = table[2]
     for name, value in facts.items():
         line = re.compile(rf"^(?:#[ \t]*)?{name}[ \t]*=.*$", re.M)
@@ -109,34 +114,34 @@ def with_model(text: str, facts: Mapping[str, str]) -> str:
 
 
 def _read(path: Path) -> str:
-    """Read and return a valid job specification that has a table `[model]`. Raises `typer.BadParameter`."""
+    """Read and return the text of a valid job specification with a `[model]` table. Raises `typer.BadParameter`."""
     try:
         load_spec(path)
         text = path.read_text(encoding="utf-8")
         with_model(text, {})
     except (TulaError, ValueError) as error:
-        raise typer.BadParameter(f"--write: {path} cannot be changed ({error}): give a job.toml") from None
+        raise typer.BadParameter(f"--write: {path} cannot be changed ({error}): use a valid job.toml") from None
     return text
 
 
 def _made(factory: str, batch: int) -> tuple[torch.nn.Module, Any, torch.optim.Optimizer | None]:
-    """Return model, batch and optimizer from the user's factory. Raises `typer.BadParameter`."""
+    """Return the model, batch and optimizer that the user's factory returns. Raises `typer.BadParameter`."""
     module, _, name = factory.partition(":")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # the working directory, as `python -m` has it
+        sys.path.insert(0, "")  # the working directory, as with `python -m`
     try:
         make: Callable[[int], Any] = getattr(importlib.import_module(module), name)
         made = make(batch)
-    except Exception as error:  # the user's module raises what it likes
-        raise typer.BadParameter(f"{factory!r} cannot be called ({_first_line(error)}): give MODULE:FACTORY") from None
+    except Exception as error:  # the user's module may raise any exception
+        raise typer.BadParameter(f"{factory!r} cannot be called ({_first_line(error)}): use MODULE:FACTORY") from None
     if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise typer.BadParameter(f"{factory} must return a tuple of model, batch and, if wanted, optimizer")
+        raise typer.BadParameter(f"{factory} must return a tuple of model, batch and, optionally, optimizer")
     model, sample, *rest = made
     return model, sample, rest[0] if rest else None
 
 
 def _capacities(device: str | None) -> tuple[int, ...]:
-    """Return the capacities of the named device in GiB; none without a name.
+    """Return the memory capacities of the named device in GiB, or an empty tuple if `device` is None.
 
     Raises `typer.BadParameter` for an unknown device.
     """
@@ -146,12 +151,12 @@ def _capacities(device: str | None) -> tuple[int, ...]:
     sizes = capacities_gib(device, DEVICES[name]) if name is not None else ()
     if not sizes:
         names = ", ".join(sorted(name for name, device in DEVICES.items() if device.capacities_gib))
-        raise typer.BadParameter(f"--device: the memory of {device!r} is unknown: give one of {names}")
+        raise typer.BadParameter(f"--device: the memory of {device!r} is unknown: use one of {names}")
     return sizes
 
 
 def _name(optimizer: torch.optim.Optimizer | None) -> str:
-    """Return the optimizer's name in a job specification; without an optimizer, the specification's default."""
+    """Return the optimizer's name in job specifications, or their default if there is no optimizer."""
     kind = type(optimizer).__name__
     if optimizer is None or (kind == "SGD" and optimizer.defaults["momentum"]):
         return "momentum"

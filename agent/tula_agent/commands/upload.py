@@ -1,4 +1,4 @@
-"""`tula upload DIR`: sends the requests that agents wrote to disk while the service was away."""
+"""`tula upload DIR`: sends the requests that agents wrote to disk while the service was unavailable."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ import typer
 from tula_agent.ship.spool import TAKEN, read_records, spool_files
 from tula_agent.ship.transport import Transport
 
-_CONFLICT = 409  # the run has left that state already, which loses no measurement
+_CONFLICT = 409  # the run is no longer in that state; no measurement is lost
 
 
 @dataclass
 class Uploaded:
-    """Counts of an upload. Sending a row twice is harmless: the service identifies it by rank, boot id and sequence."""
+    """Result of an upload. Sending a row twice is harmless, since the service identifies rows by rank, boot id and
+    sequence.
+    """
 
     files: int = 0
     requests: int = 0
@@ -29,8 +31,8 @@ class Uploaded:
 
 
 def upload_spool(directory: Path, transport: Transport) -> Uploaded:
-    """Send every request under `directory` in the order of writing; delete a file once the service has accepted all of
-    it.
+    """Send every request in `directory` in the order of writing; delete a file once the service has accepted all its
+    requests.
 
     A file with a refused request is kept, since another service or token may accept it. The upload stops at the first
     request that cannot be delivered.
@@ -39,7 +41,7 @@ def upload_spool(directory: Path, transport: Transport) -> Uploaded:
     for path in spool_files(directory):
         taken = path
         try:
-            if path.suffix != TAKEN:  # its process writes to a new file from now on
+            if path.suffix != TAKEN:  # the agent's process writes to a new file from now on
                 taken = path.rename(path.with_name(f"{path.name}.{secrets.token_hex(4)}{TAKEN}"))
             requests = list(read_records(taken))
         except FileNotFoundError:  # another upload has taken or sent it
@@ -62,13 +64,13 @@ def upload_spool(directory: Path, transport: Transport) -> Uploaded:
 
 
 def upload(
-    directory: Annotated[Path, typer.Argument(help="Where agents left their spool (TULA_SPOOL_DIR).")],
+    directory: Annotated[Path, typer.Argument(help="Directory of the agents' spool files (TULA_SPOOL_DIR).")],
     url: Annotated[str, typer.Option(envvar="TULA_URL", help="Address of the service.")] = "http://127.0.0.1:8321",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Send measurements that agents left on disk while the service was away."""
+    """Send the measurements that agents stored on disk while the service was unavailable."""
     if not directory.is_dir():
-        raise typer.BadParameter(f"{directory} is not a directory: give the TULA_SPOOL_DIR of the job")
+        raise typer.BadParameter(f"{directory} is not a directory: use the job's TULA_SPOOL_DIR")
     transport = Transport(url.rstrip("/"), os.environ.get("TULA_TOKEN"), 30.0)
     try:
         done = upload_spool(directory, transport)
@@ -79,8 +81,8 @@ def upload(
     else:
         typer.echo(f"Sent {done.requests} requests from {done.files} files.")
         if done.refused:
-            remedy = "check TULA_URL and TULA_TOKEN, and send them again, or delete them"
-            typer.echo(f"{done.refused} were refused ({done.why}) and stay in {directory}: {remedy}.", err=True)
+            remedy = "check TULA_URL and TULA_TOKEN and send them again, or delete them"
+            typer.echo(f"{done.refused} were refused ({done.why}) and remain in {directory}: {remedy}.", err=True)
         if done.left:
-            typer.echo(f"The service at {url} does not answer ({done.why}): start it and try again.", err=True)
+            typer.echo(f"The service at {url} does not respond ({done.why}): start it and try again.", err=True)
     raise typer.Exit(1 if done.left or done.refused else 0)

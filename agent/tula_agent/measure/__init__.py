@@ -1,1 +1,1 @@
-"""Measures inside the training process: time, communication, memory, gradients."""
+"""Measures time, communication, memory and gradients inside the training process."""

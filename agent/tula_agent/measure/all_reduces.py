@@ -1,4 +1,4 @@
-"""Probes the links between the ranks of a profiling run by timing all-reduces after its warm-up."""
+"""Probes the links between the ranks of a profiling run by timing all-reduces after the run's warm-up."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _SMALLEST_BYTES, _GROWTH = 2**10, 4
 _LARGEST_BYTES = {"nccl": 2**28, "gloo": 2**26}
 _LEAST_REPEATS, _MOST_REPEATS, _WARM_UP = 3, 20, 2
 _LEAST_SIZES = 3
-_SD_PER_DEVIATION = 1.48  # standard deviation over the median absolute deviation, of normal values
+_SD_PER_DEVIATION = 1.48  # ratio of standard deviation to median absolute deviation of a normal distribution
 _GROUP_WITHIN = timedelta(seconds=60)
 
 
 def time_all_reduces(device: torch.device, total_s: float) -> dict[str, Any]:
-    """Return the ranks' joint measurement, which takes about `total_s` seconds, as fields of `tula_wire.AllReduces`.
+    """Measure for about `total_s` seconds on all ranks together; return the fields of `tula_wire.AllReduces`.
 
-    All ranks of the default group call it at the same place, and all get the same result. It creates its own groups, so
-    that a missing rank does not disturb any collective of the training run. Raises ValueError for a backend other than
-    gloo and NCCL, and if nodes have different numbers of ranks.
+    All ranks of the default group must call this function at the same place, and all get the same result. The function
+    creates separate groups, so that a missing rank does not disturb the training run's collectives. Raises ValueError
+    if the backend is neither gloo nor NCCL, or if nodes have different numbers of ranks.
     """
     nodes: list[str] = [""] * dist.get_world_size()
     every = dist.new_group(timeout=_GROUP_WITHIN)
     groups = [every]
     try:
-        # The launcher's name for this rank's node, else the host's name.
+        # The launcher's name for this rank's node, or else the host's name.
         node = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or socket.gethostname()
         dist.all_gather_object(nodes, node, group=every)
         ranks = Counter(nodes)
         if len(set(ranks.values())) > 1:
-            raise ValueError(f"nodes have {sorted(ranks.values())} ranks: launch as many on each node")
+            raise ValueError(f"nodes have {sorted(ranks.values())} ranks: launch the same number on each node")
         per_node = ranks[nodes[0]]
         apart = len(ranks) > 1 and per_node > 1
         budget_s = total_s / 2.0 if apart else total_s
@@ -54,7 +54,7 @@ def time_all_reduces(device: torch.device, total_s: float) -> dict[str, Any]:
             "all_ranks": _readings(every, device, budget_s),
         }
         if apart:
-            for name in ranks:  # every rank takes part in making every group
+            for name in ranks:  # every rank takes part in creating every group
                 members = [rank for rank, node in enumerate(nodes) if node == name]
                 group = dist.new_group(members, timeout=_GROUP_WITHIN)
                 if dist.get_rank() in members:
@@ -67,7 +67,9 @@ def time_all_reduces(device: torch.device, total_s: float) -> dict[str, Any]:
 
 
 def _own_launch_time_s(device: torch.device) -> float:
-    """Return the launch time in seconds, or NaN if measuring fails: other ranks would wait for a rank that raised."""
+    """Return the launch time in seconds, or NaN if measuring fails, since other ranks would wait for a rank that
+    raises.
+    """
     try:
         return launch_time_s(device)
     except Exception:
@@ -78,12 +80,12 @@ def _backend(group: Any, device: torch.device) -> str:
     """Return the backend that reduces tensors of `device`, from a configuration such as `cpu:gloo,cuda:nccl`."""
     backend = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(","))[device.type]
     if backend not in _LARGEST_BYTES:
-        raise ValueError(f"{backend} is not probed, only {' and '.join(_LARGEST_BYTES)}")
+        raise ValueError(f"the backend {backend} cannot be probed, only {' and '.join(_LARGEST_BYTES)}")
     return backend
 
 
 def _readings(group: Any, device: torch.device, budget_s: float) -> list[dict[str, float]]:
-    """Return times from small sizes to large until the next size would exceed `budget_s`; the ranks decide together."""
+    """Return times for increasing sizes until the next size would exceed `budget_s`; the ranks decide this together."""
     readings: list[dict[str, float]] = []
     size, end = _SMALLEST_BYTES, time.monotonic() + budget_s
     largest = _LARGEST_BYTES[_backend(group, device)]
@@ -105,7 +107,7 @@ def _readings(group: Any, device: torch.device, budget_s: float) -> list[dict[st
 
 
 def _times(buffer: torch.Tensor, group: Any, repeats: int) -> list[float]:
-    """Return the seconds of each all-reduce on this rank."""
+    """Return the time of each all-reduce on this rank in seconds."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -119,8 +121,8 @@ def _times(buffer: torch.Tensor, group: Any, repeats: int) -> list[float]:
 def _mean(group: Any, device: torch.device, seconds: Sequence[float]) -> list[float]:
     """Return the mean of each value over the ranks of the group, equal on all ranks.
 
-    A rank that arrives early at an all-reduce waits for the others, and a late rank does not. Over successive repeats,
-    the means add up to the elapsed time, whereas the largest values add up to more.
+    A rank that arrives early at an all-reduce waits for the others, and a late rank does not. So over successive
+    repeats, the sum of the means is the elapsed time, but the sum of the maxima is larger.
     """
     ranks = dist.get_world_size(group)
     return [value / ranks for value in _reduced(group, device, seconds, dist.ReduceOp.SUM)]

@@ -1,4 +1,4 @@
-"""Reads what DDP does in a step on this rank: how long its reductions take, and when each bucket is complete."""
+"""Measures how long DDP's reductions take in a step on this rank, and when each bucket of gradients is complete."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from tula_agent.torch_private import (
 )
 
 TRAIN_INTERVAL = 50
-"""Steps between two readings in training; the first ten are always read."""
+"""Number of steps between two readings in training; the first ten steps are always read."""
 CUDA_TRAIN_INTERVAL, CUDA_PROFILE_INTERVAL = 100, 4
-"""The same on CUDA, where DDP waits for the device at the start of each step that it times.
+"""Numbers of steps between two readings on CUDA, where DDP waits for the device at the start of each step that it
+times.
 
-In training this is as rare as by DDP's default; in a profiling run it is rare enough to leave most steps undisturbed.
+In training, the number is DDP's default; in a profiling run, it leaves most steps undisturbed.
 """
 ALWAYS_SAMPLED = 10
 _KEPT_STEPS = 4
 TIMED_STEPS = 5
-"""Backward passes that are timed; each bucket's time is their median."""
+"""Number of backward passes that are timed; each bucket's time is the median over these passes."""
 MOST_STEPS = 20
-"""Steps after which the timer gives up on a model whose gradients are never complete."""
+"""Number of steps after which the timer stops if the model's gradients are never complete."""
 
 
 def sample_interval(models: list[Any], profiling: bool) -> int:
@@ -44,12 +45,12 @@ def sample_interval(models: list[Any], profiling: bool) -> int:
 
 
 class CommSplit:
-    """Reads the DDP modules among `models` at each boundary between two micro-steps.
+    """Reads the communication times of the DDP modules among `models` at each boundary between two micro-steps.
 
-    DDP's statistics lag: the forward pass of a synchronised iteration publishes the times of the previous one, and its
-    `iteration` shows whether anything new was published. The timings of the last few steps are therefore kept until
-    their communication times are published. `usable` is False without a DDP module, or if DDP does not time its
-    reductions. Models are held by weak references.
+    DDP publishes statistics late: the forward pass of a synchronised iteration publishes the times of the previous
+    iteration, and the field `iteration` shows whether they are new. The timings of the last few steps are therefore
+    kept until DDP publishes their communication times. `usable` is False if there is no DDP module or if DDP does not
+    time its reductions. The models are kept as weak references.
     """
 
     def __init__(self, models: list[Any], profiling: bool) -> None:
@@ -61,16 +62,16 @@ class CommSplit:
         self._iteration = -1
         self._synced_step: int | None = None
         self._boundaries_to_skip = 0
-        self._reductions = [1] * len(timed)  # of a step, by model: each micro-step makes one without `no_sync`
-        self._counted_at: tuple[list[int], int] | None = None  # iterations by model, at the first reading in a step
+        self._reductions = [1] * len(timed)  # reductions in a step, by model; one per micro-step without `no_sync`
+        self._counted_at: tuple[list[int], int] | None = None  # iterations by model, and the step of that reading
         for model in timed:
             set_ddp_statistics_interval(model, self._interval)
 
     def at_boundary(self, step: int, ended: StepTiming | None) -> CommTiming | None:
         """Return the times of an earlier step, if DDP has published them since the last boundary.
 
-        step: the current step; ended: the step's timing if it ends at this boundary. A call costs about 8 us when it
-        reads, and next to nothing while DDP cannot have published.
+        step: the current step. ended: the timing of the step that ends at this boundary, or None. A call takes about 8
+        us if it reads DDP's statistics, and almost no time if DDP cannot have published new ones.
         """
         if ended is not None:
             self._timings[ended.step] = ended
@@ -85,7 +86,7 @@ class CommSplit:
         return CommTiming(timing.step, timing.step_time_s, timing.input_time_s, *published[1:])
 
     def _read(self, step: int) -> tuple[int, float, float] | None:
-        """Return the step and its total and exposed communication in seconds, or None if DDP published nothing new."""
+        """Return a step and its total and exposed communication time in seconds, or None without new statistics."""
         models = [model() for model in self._models]
         data = [ddp_statistics(model) for model in models if model is not None]
         iterations = [int(statistics.get("iteration", 0)) for statistics in data]
@@ -104,7 +105,7 @@ class CommSplit:
         communication = sum(n * int(d.get("backward_comm_time", 0)) for d, n in parts) * 1e-9
         overlap = sum(n * int(d.get("backward_compute_comm_overlap_time", 0)) for d, n in parts) * 1e-9
         if self._interval > 1 and iteration >= ALWAYS_SAMPLED:
-            # DDP publishes next at the next multiple of the interval.
+            # DDP's next publication is at the next multiple of the interval.
             self._boundaries_to_skip = max(0, self._interval - iteration % self._interval - 1)
             self._synced_step = None
             measured = step - 1 if self._reductions[0] == 1 else measured
@@ -114,10 +115,10 @@ class CommSplit:
 
 
 class BucketTimer:
-    """Times when the gradients of one DDP module are ready, by hooks that are removed after TIMED_STEPS steps.
+    """Uses hooks to record when the gradients of one DDP module are ready; removes them after TIMED_STEPS steps.
 
-    The module is held by a weak reference. On CUDA, the times come from events, which are read once the device has
-    passed them.
+    The module is kept as a weak reference. On CUDA, the times come from events, which are read once they have
+    completed.
     """
 
     def __init__(self, model: Any) -> None:
@@ -133,14 +134,14 @@ class BucketTimer:
         self._hooks = [p.register_post_accumulate_grad_hook(partial(self._ready, i)) for i, p in enumerate(parameters)]
 
     def begin(self) -> None:
-        """Begin a micro-step; only the last one of a step counts."""
+        """Begin a micro-step; only the last micro-step of a step is recorded."""
         if self._hooks:
             self._start, self._seen = self._now(), []
 
     def end(self) -> dict[str, list[float]] | None:
         """End a step.
 
-        Return the timeline once it is complete, an empty timeline if it cannot be measured, and None until then.
+        Return None until the timeline is complete, and then the timeline, which is empty if it cannot be measured.
         """
         self._steps += 1
         if self._hooks:
@@ -164,7 +165,7 @@ class BucketTimer:
     def _ready(self, index: int, _: torch.Tensor) -> None:
         try:
             self._seen.append((index, self._now()))
-        except Exception:  # runs in the middle of a backward pass, which it must not disturb
+        except Exception:  # the backward pass, which is running now, must not be disturbed
             self._seen = []
 
     def _timeline(self) -> dict[str, list[float]]:
@@ -179,7 +180,7 @@ class BucketTimer:
 
 def _event() -> Any:
     if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("an event that is recorded in a capture has no time")
+        raise RuntimeError("an event has no time if it is recorded while a CUDA graph is captured")
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event

@@ -1,4 +1,4 @@
-"""Measures the joules of a step with the energy counter that NVML keeps for a device."""
+"""Measures the energy of a step in joules with NVML's energy counter of a device."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import torch
 
 from tula_agent.measure.memory import total_energy_j
 
-_LEAST_S = 1.0  # the counter moves some ten times a second
+_LEAST_S = 1.0  # the counter is updated about ten times per second
 
 
 class EnergyMeter:
-    """Measures the joules of a step on this rank's device: mean power since `begin`, times the mean time of a step.
+    """Measures the energy per step on this rank's device, which is the mean power since `begin` times the mean step
+    time.
 
-    Work between steps, such as an evaluation, counts toward the mean power but not toward any step's time. `read_j`
-    returns the joules that a device has used so far, or None without a counter. No reading waits for the device, so
-    steps that are queued at the first reading count, and steps that are queued at the last do not.
+    Work between steps, such as an evaluation, affects the mean power but not the time of a step. `read_j` returns the
+    energy in joules that a device has used so far, or None if it has no counter. No reading waits for the device, so
+    the result includes steps that were queued at the first reading, but not steps that are queued at the last one.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class EnergyMeter:
         self._steps, self._in_steps_s = 0, 0.0
 
     def begin(self, local_batch_size: int | None, device: torch.device | None) -> None:
-        """Start counting at the first measured step of a batch."""
+        """Start counting at the first measured step of a batch size."""
         joules = self._read_j(device)
         self._begin = None if joules is None else (local_batch_size, self._clock(), joules)
         self._steps, self._in_steps_s = 0, 0.0
@@ -41,9 +42,9 @@ class EnergyMeter:
         self._in_steps_s += step_time_s
 
     def joules_per_step(self, local_batch_size: int | None, device: torch.device | None) -> float | None:
-        """Return the mean joules of a step since `begin`.
+        """Return the mean energy per step since `begin` in joules.
 
-        Returns None without a counter, within the first second, and if the batch has changed since `begin`.
+        Returns None if there is no counter, within the first second, and if the batch size has changed since `begin`.
         """
         if self._begin is None or not self._steps:
             return None

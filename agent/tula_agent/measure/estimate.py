@@ -1,4 +1,4 @@
-"""Computes the memory and FLOPs of a model without a device, a launch, or memory for its activations."""
+"""Computes a model's memory and FLOPs without using a device, launching a run or allocating activations."""
 
 from __future__ import annotations
 
@@ -25,31 +25,34 @@ from tula_wire.memory import SURE, room_bytes
 
 _RECOMPUTED = 4.0 / 3.0
 _EXAMPLES = 128
-"""Examples of a dry run.
+"""Number of examples in a dry run.
 
-With few examples, memory peaks where the weights are largest; with many, where the activations are largest.
+With few examples, memory use peaks where the weights are largest; with many, it peaks where the activations are
+largest.
 """
 _STEPS = 10
-"""Steps of a replay for the largest batch: by then the allocator's blocks have settled, and later steps reuse them."""
+"""Number of steps to simulate for the largest batch; later steps only reuse the allocator's existing blocks."""
 _NORMALIZES_BATCHES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory and work of training on one rank, estimated before anything has run (equation 3); sizes in bytes.
+    """Estimated memory and FLOPs of training on one rank, available before the first run (equation 3); sizes are in
+    bytes.
 
     `flops_per_sample` counts the forward and the backward pass.
 
-    `activation_bytes_per_sample` is the memory that one more example takes at the peak of the forward and backward
-    pass: tensors that autograd keeps, gradients of activations and, with `activation_checkpointing` (part of the
-    forward pass is recomputed), recomputed activations. `fixed_activation_bytes` is the part that does not grow with
-    the batch. Scratch space of kernels is not included: calibrate against one measured run if it matters. The FLOPs
-    include the recomputation. `allocations` lists the allocations of a process in its first ten steps, in order; None
-    if that order depends on the batch. `operations_per_step` counts the operations of the forward and backward pass
-    that start a kernel. `convolution_elements_per_sample` is the largest number of elements per example in a
-    convolution's input or output; None without a convolution. `transposed_elements_per_sample` counts the elements per
-    example that the convolutions of both passes read or write in channels-first memory. `precision` is the dtype of
-    autocast if it was on, else the dtype of most parameters, by the names of a job specification.
+    `activation_bytes_per_sample` is the memory that each additional example needs at the peak of the forward and
+    backward pass: tensors that autograd keeps, gradients of activations and, if `activation_checkpointing` is True
+    (part of the forward pass is recomputed), recomputed activations. `fixed_activation_bytes` is the part of the
+    activation memory that does not depend on the batch size. The kernels' scratch space is not included; if it matters,
+    calibrate the estimate with one measured run. The FLOPs include the recomputation. `allocations` lists a process's
+    allocations in its first ten steps, in order; None if their order depends on the batch size. `operations_per_step`
+    counts the operations of the forward and backward pass that launch a kernel. `convolution_elements_per_sample` is
+    the largest number of elements per example in a convolution's input or output; None if there is no convolution.
+    `transposed_elements_per_sample` counts the elements per example that the convolutions of both passes read or write
+    in channels-first memory. `precision` is the autocast dtype if autocast was on, or else the dtype of most
+    parameters, in the terms of a job specification.
     """
 
     parameters: int
@@ -74,23 +77,23 @@ class MemoryEstimate:
         return static + local_batch_size * (self.activation_bytes_per_sample + self.batch_bytes_per_sample)
 
     def largest_local_batch_size(self, capacity_bytes: float) -> int:
-        """Return the largest batch at which ten steps are expected to fit; 0 if not even one example fits.
+        """Return the largest batch size at which ten steps are expected to fit; 0 if not even one example fits.
 
-        The answer comes from a replay of PyTorch's caching allocator, which takes more memory from the device than is
-        allocated, in the memory that the CUDA context leaves free. It comes from the allocated bytes alone if the
-        environment lets the allocator's segments grow, as `tula tune` and `tula run` do, or if the order of allocations
-        depends on the batch.
+        The result comes from a simulation of PyTorch's caching allocator, which reserves more device memory than is
+        allocated, within the memory that the CUDA context leaves free. Only the allocated bytes are used if the
+        environment enables expandable segments, as `tula tune` and `tula run` do, or if the order of allocations
+        depends on the batch size.
         """
         return self._largest_within(room_bytes(capacity_bytes))
 
     def safe_local_batch_size(self, capacity_bytes: float) -> int:
-        """Return a batch that leaves room for the work space of kernels, which is not estimated; 0 if no batch does."""
+        """Return a batch size that leaves memory for kernels' work space, which is not estimated; 0 if none does."""
         return self._largest_within(SURE * room_bytes(capacity_bytes))
 
     def reserved_ratio(self, capacity_bytes: float) -> float:
-        """Return the ratio of reserved to allocated bytes when the allocator has filled the device; at least 1.
+        """Return the ratio of reserved to allocated bytes when the device is full; at least 1.
 
-        The ratio is 1 if the allocator's segments grow: memory that is too small for another example is not taken.
+        The ratio is 1 with expandable segments, since the allocator then reserves no memory that it does not need.
         """
         if segments_grow():
             return 1.0
@@ -108,11 +111,11 @@ class MemoryEstimate:
         return bisect_left(batches, True, key=lambda batch: not allocations.fits(batch, room))
 
     def model_spec(self, name: str, optimizer: str = "momentum", capacity_bytes: float | None = None) -> dict[str, Any]:
-        """Return the `model` of a job specification (`POST /v1/jobs`) for a cold start on devices of this capacity."""
+        """Return the `model` field of a job specification (`POST /v1/jobs`), for devices with this capacity."""
         return {
             "name": name,
             "parameters": self.parameters,
-            # The specification leaves recomputation out.
+            # The specification does not include recomputation.
             "flops_per_sample": self.flops_per_sample / (_RECOMPUTED if self.activation_checkpointing else 1.0),
             "precision": self.precision,
             "activation_bytes_per_sample": self.activation_bytes_per_sample or None,
@@ -129,15 +132,16 @@ class MemoryEstimate:
 def estimate_memory(
     model: torch.nn.Module, sample: Any, optimizer: torch.optim.Optimizer | None = None
 ) -> MemoryEstimate:
-    """Estimate what training `model` needs, from a small batch `sample` (a tensor, a tuple of arguments, or a mapping).
+    """Estimate the memory and FLOPs of training `model` from `sample`, a small batch (tensor, tuple or mapping).
 
-    The forward and backward pass run on tensors without data (FakeTensor mode; meta tensors if torch lacks it), at
-    about a hundred examples and at twice as many; the difference is the cost of the additional examples. The model is
-    not changed. Raises ValueError if `sample` contains no tensor with a batch dimension.
+    `sample` has the model's arguments. The forward and backward pass run on tensors without data (FakeTensor mode, or
+    meta tensors if torch lacks this mode), once with about a hundred examples and once with twice as many. The
+    difference is the cost of the additional examples. The model is not changed. Raises ValueError if `sample` contains
+    no tensor with a batch dimension.
     """
     tensors = [tensor for tensor in tensors_in(sample) if tensor.dim() > 0]
     if not tensors:
-        raise ValueError("sample holds no tensor with a batch dimension: give what the model is called with")
+        raise ValueError("sample contains no tensor with a batch dimension: pass the model's arguments")
     size = int(tensors[0].shape[0])
     times = math.ceil(_EXAMPLES / size)
     states = state_ratios(optimizer)
@@ -167,7 +171,7 @@ def estimate_memory(
 
 
 def _allocation_model(first_batch: int, once: _DryRun, twice: _DryRun) -> AllocationModel | None:
-    """Return how allocations grow with the batch; None if the model makes different allocations at another batch."""
+    """Return how allocations grow with the batch size, or None if the two runs make different allocations."""
     try:
         return AllocationModel(first_batch, 2 * first_batch, once.allocations, twice.allocations)
     except ValueError:
@@ -175,7 +179,7 @@ def _allocation_model(first_batch: int, once: _DryRun, twice: _DryRun) -> Alloca
 
 
 def _find_precision(model: torch.nn.Module) -> str:
-    """Return the dtype of autocast, else of most parameters, as in `ModelSpec.precision`; tf32 if it is allowed."""
+    """Return the autocast dtype, or else the dtype of most parameters, as in `ModelSpec.precision`; tf32 if allowed."""
     dtype = autocast_dtype()
     if dtype is None:
         sizes: dict[torch.dtype, int] = {}
@@ -187,10 +191,10 @@ def _find_precision(model: torch.nn.Module) -> str:
 
 
 def state_ratios(optimizer: torch.optim.Optimizer | None) -> list[float]:
-    """Return the size of each state tensor of `optimizer`, in bytes per byte of a parameter; empty without an
+    """Return the size of each of the optimizer's state tensors in bytes per byte of a parameter; empty without
     optimizer.
 
-    The sizes come from an optimizer of the same class after one step on a small parameter.
+    The sizes are measured on a new optimizer of the same class after one step on a small parameter.
     """
     if optimizer is None:
         return []
@@ -208,9 +212,9 @@ def state_ratios(optimizer: torch.optim.Optimizer | None) -> list[float]:
 
 
 class _Step(nn.Module):
-    """Runs the forward and backward pass in one call, since recomputed activations need the same weights.
+    """Runs the forward and backward pass in one call, since recomputing activations requires the same weights.
 
-    `recomputed`: the modules whose forward ran within the backward pass.
+    `recomputed`: the modules whose forward pass ran during the backward pass.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -222,7 +226,7 @@ class _Step(nn.Module):
         loss = _scalar(self.model(*arguments, **named))
         hook = nn.modules.module.register_module_forward_pre_hook(lambda module, _: self.recomputed.append(module))
         try:
-            torch.clear_autocast_cache()  # as the end of the script's autocast block does
+            torch.clear_autocast_cache()  # as at the end of an autocast block in a script
             loss.backward()  # type: ignore[no-untyped-call]
         finally:
             hook.remove()
@@ -230,12 +234,12 @@ class _Step(nn.Module):
 
 @dataclass(frozen=True)
 class _DryRun:
-    """Memory and work of training at one batch size.
+    """Memory and FLOPs of training at one batch size.
 
-    `peak_bytes` leaves out parameters, buffers, inputs and gradients of parameters. `flops` and `operations` count one
-    forward and backward pass. `convolution_elements`: the largest number of elements in a convolution's input or
-    output. `transposed`: the elements that convolutions read or write in channels-first memory. `recomputes`: True if
-    modules ran again within the backward pass. `allocations`: the events of ten steps, in order.
+    `peak_bytes` excludes parameters, buffers, inputs and the gradients of parameters. `flops` and `operations` count
+    one forward and backward pass. `convolution_elements`: the largest number of elements in a convolution's input or
+    output. `transposed`: the number of elements that convolutions read or write in channels-first memory. `recomputes`:
+    True if modules ran again during the backward pass. `allocations`: the events of ten steps, in order.
     """
 
     peak_bytes: int
@@ -248,9 +252,9 @@ class _DryRun:
 
 
 def _dry_run(model: torch.nn.Module, sample: Any, times: int, state_ratios: Sequence[float]) -> _DryRun:
-    """Trace two steps at `times` the sample's batch, repeat the second, and return the memory and work of training.
+    """Trace two steps at `times` the sample's batch size, repeat the second, and return the results.
 
-    The first step also creates the optimizer's state. `state_ratios`: the result of the function of that name.
+    The first step also creates the optimizer's state. `state_ratios`: the result of the function `state_ratios`.
     """
     step = _Step(model)
     with tensors_without_data() as convert:
@@ -270,7 +274,7 @@ def _dry_run(model: torch.nn.Module, sample: Any, times: int, state_ratios: Sequ
             tensor.register_post_accumulate_grad_hook(leave_out)  # type: ignore[no-untyped-call]
         named = dict(inputs) if isinstance(inputs, Mapping) else {}
         arguments = () if named else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-        torch.clear_autocast_cache()  # it may hold weights that an earlier run cast in another mode
+        torch.clear_autocast_cache()  # it may contain weights that an earlier run converted in another mode
         for tensor in {storage_key(t): t for t in state.values()}.values():
             trace.allocate(tensor.untyped_storage().nbytes())
         _take_steps(
@@ -298,12 +302,12 @@ def _take_steps(
     inputs: Any,
     state_ratios: Sequence[float],
 ) -> None:
-    """Trace two steps as a script takes them: the batch, zeroed gradients, both passes, the optimizer's state."""
+    """Trace two steps as in a script: load a batch, clear gradients, run both passes, create the optimizer's state."""
     batch: list[int] = []
     for number in range(2):
         trace.begin_step()
         earlier, batch = batch, [trace.allocate(t.untyped_storage().nbytes()) for t in tensors_in(inputs)]
-        for key in earlier:  # a loop holds a batch until it has the next one
+        for key in earlier:  # a loop keeps each batch until it has the next one
             trace.release(key)
         for tensor in trained:
             tensor.grad = None
@@ -317,9 +321,9 @@ def _take_steps(
 def _convolution_backward_flops(
     grad: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, *rest: Any, **_: Any
 ) -> int:
-    """Return the FLOPs of a convolution's backward pass: as many as forward for each of the two gradients it computes.
+    """Return the FLOPs of a convolution's backward pass; each of the two gradients takes as many as the forward pass.
 
-    PyTorch's own formula ignores groups, and so counts a depthwise convolution as a full one.
+    PyTorch's own formula ignores groups, so it counts a depthwise convolution as a full one.
     """
     transposed, gradients = bool(rest[4]), rest[7]
     positions = inputs if transposed else grad
@@ -328,7 +332,8 @@ def _convolution_backward_flops(
 
 
 def _scalar(output: Any) -> torch.Tensor:
-    """Return a loss for the backward pass: the output's `loss` if any (transformers), else the sum of the outputs.
+    """Return a loss for the backward pass: the output's `loss` if it has one (transformers), or else the sum of
+    outputs.
 
     Raises ValueError if no output needs a gradient.
     """
@@ -337,5 +342,5 @@ def _scalar(output: Any) -> torch.Tensor:
         return loss
     parts = [tensor.float().sum() for tensor in tensors_in(output) if tensor.requires_grad]
     if not parts:
-        raise ValueError("the model returns no tensor that needs a gradient: give a model to be trained")
+        raise ValueError("the model returns no tensor that needs a gradient: use a model that can be trained")
     return torch.stack(parts).sum()

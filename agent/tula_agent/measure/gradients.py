@@ -1,4 +1,4 @@
-"""Samples the global gradient norm rarely enough to stay within a cost budget per step."""
+"""Samples the global gradient norm so rarely that the mean cost per step stays within a budget."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from tula_agent.readings import HostCopy, to_number
 from tula_agent.torch_private import is_sharded, norm_squared
 
 SHARE_OF_STEP = 2e-4
-"""Budget for reading norms, as a share of the step time."""
+"""Budget for reading norms, as a fraction of the step time."""
 MAX_COST_S, MIN_COST_S = 12e-6, 8e-6
-"""Bounds of that budget per step."""
+"""Upper and lower bound of the budget for reading norms, in seconds per step."""
 
 
 class GradientReader:
-    """Reads the first optimizer's gradients just before it steps, from step `due` on.
+    """Reads the gradients of the first optimizer just before it steps, beginning with step `due`.
 
-    Readings come in pairs, since gradient variability needs two consecutive steps. After a pair that took c seconds in
-    total, the next pair starts `c / allowed` steps later, where `allowed` is SHARE_OF_STEP of the step time, within
-    [MIN_COST_S, MAX_COST_S]. `due` is an attribute, so that a step without a reading costs one comparison. It is
-    infinite for sharded parameters: their norm would need a collective, and only the first rank reads.
+    Readings come in pairs, since gradient variability is computed from two consecutive steps. After a pair that took c
+    seconds in total, the next pair begins `c / allowed` steps later, where `allowed` is SHARE_OF_STEP times the step
+    time, limited to [MIN_COST_S, MAX_COST_S]. `due` is an attribute, so that a step without a reading costs only one
+    comparison. For sharded parameters, `due` is infinite, since their norm would require a collective and only the
+    first rank reads.
     """
 
     def __init__(self) -> None:
@@ -34,9 +35,9 @@ class GradientReader:
     def read(
         self, step: int, step_time_s: float, models: Iterable[torch.nn.Module], optimizer: torch.optim.Optimizer
     ) -> list[tuple[str, float | HostCopy]]:
-        """Return `grad_norm` over dense gradients and, at a pair's second step, `gradient_variability` (equation 5).
+        """Return `grad_norm` of the dense gradients and, at a pair's second step, `gradient_variability` (equation 5).
 
-        step_time_s: seconds of the previous step.
+        step_time_s: the time of the previous step in seconds.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self.due == 0 and is_sharded(parameters, models):
@@ -44,7 +45,7 @@ class GradientReader:
             return []
         started = time.perf_counter()
         squared = norm_squared([p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse])
-        loss_scale = getattr(optimizer, "grad_scale", None)  # of a GradScaler that lets a fused optimizer unscale
+        loss_scale = getattr(optimizer, "grad_scale", None)  # set by a GradScaler if a fused optimizer unscales
         if loss_scale is not None:
             squared = squared / loss_scale.to(squared.device).square()
         self._spent += time.perf_counter() - started
@@ -55,7 +56,7 @@ class GradientReader:
         (before, first), self._first = self._first, None
         allowed = min(MAX_COST_S, max(MIN_COST_S, SHARE_OF_STEP * step_time_s))
         affordable = math.ceil(self._spent / allowed)
-        # The first pair pays for loading kernels: its cost says little about the next.
+        # The first pair includes the loading of kernels, so its cost is not representative.
         self.due = step - 1 + max(2, affordable if self.due else min(affordable, 10))
         self._spent = 0.0
         if step == before + 1:

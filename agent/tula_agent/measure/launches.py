@@ -1,4 +1,4 @@
-"""Counts the operations of a step, and times how fast the host starts them, which limits small batches."""
+"""Counts the operations of a step, and measures how fast the host launches them, which limits small batches."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tula_agent.torch_private import AllocationTrace
 
 _LAYERS, _WIDTH, _REPEATS = 50, 8, 4
 MOST_NODES = 20_000
-"""Most nodes of a graph to visit, which takes about 10 ms; a larger graph counts as having this many."""
+"""Maximum number of graph nodes to visit, which takes about 10 ms; in a larger graph, only this many are counted."""
 
 
 def launch_time_s(device: torch.device) -> float:
-    """Return the time in seconds of an operation that is too small to keep `device` busy.
+    """Return the launch time in seconds of an operation that is too small to keep `device` busy.
 
-    It is the fastest of several forward and backward passes through fifty tiny layers, divided by the number of
-    operations that `estimate_memory` counts in such a pass. The probe takes about 10 ms, draws no random numbers and
-    keeps no memory.
+    The result is the shortest time of several forward and backward passes through fifty tiny layers, divided by the
+    number of operations in a pass, counted as in `estimate_memory`. The measurement takes about 10 ms, draws no random
+    numbers and keeps no memory.
     """
     network = _TinyNetwork(device)
     trace = AllocationTrace((network.weight, network.bias), {})
@@ -34,9 +34,9 @@ def launch_time_s(device: torch.device) -> float:
 
 
 def node_time_s(device: torch.device) -> float:
-    """Return the launch time in seconds per node of the autograd graph, forward and backward together.
+    """Return the launch time in seconds per node of the autograd graph, for the forward and backward pass together.
 
-    `OperationCounter` counts the same nodes. The probe takes as long as `launch_time_s`.
+    `OperationCounter` counts the same nodes. The measurement takes as long as `launch_time_s`.
     """
     network = _TinyNetwork(device)
     with torch.enable_grad():
@@ -69,9 +69,9 @@ class _TinyNetwork:
 
 
 def count_nodes(output: Any) -> int:
-    """Return the number of nodes in the autograd graphs that end in the tensors of `output`, up to MOST_NODES."""
+    """Return the number of nodes in the autograd graphs of the tensors in `output`, up to MOST_NODES."""
     stack = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
-    nodes: set[Any] = set()  # of the nodes themselves, so that none is freed and its identity given to another
+    nodes: set[Any] = set()  # stores the nodes, so that no `id` is reused
     while stack and len(nodes) < MOST_NODES:
         node = stack.pop()
         if node not in nodes:
@@ -81,20 +81,20 @@ def count_nodes(output: Any) -> int:
 
 
 class OperationCounter:
-    """Counts the operations of one step from the outputs of its models, by a forward hook on each model until `end`.
+    """Counts the operations of one step from the outputs of its models, with a forward hook on each model until `end`.
 
-    If there are several models, only the one with the most operations counts, since its graph may contain the others'.
-    A compiled model is one node: its operations are already fused.
+    If there are several models, only the model with the most operations counts, since its graph may contain the graphs
+    of the others. A compiled model is one node, since its operations are already fused.
     """
 
     def __init__(self, models: Iterable[torch.nn.Module]) -> None:
         self._counts: Counter[int] = Counter()  # by model, over the micro-steps
         self._hooks = [
             model.register_forward_hook(self._counting(number)) for number, model in enumerate(models)
-        ]  # called in the middle of a forward pass, which they must not disturb
+        ]  # run during the forward pass, so they must not raise
 
     def end(self) -> int:
-        """Remove the hooks and return the count; 0 if no model showed a graph."""
+        """Remove the hooks and return the count; 0 if no model's output had a graph."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

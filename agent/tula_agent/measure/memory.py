@@ -1,7 +1,7 @@
-"""Measures this rank's memory by component (equation 3): counts static parts, reads peaks from the allocator or the
-kernel.
+"""Measures this rank's memory by component (equation 3). Static parts are counted; peaks are read from the allocator or
+the kernel.
 
-Memory outside PyTorch's allocator is read through NVML (package nvidia-ml-py).
+Memory outside PyTorch's allocator is read through NVML (in the package nvidia-ml-py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tula_wire.memory import (
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of these tensors on this rank, each counted once; of sharded tensors, only this rank's part."""
+    """Return the total bytes of the distinct tensors on this rank; of sharded tensors, count only this rank's part."""
     parts = [local_part(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values()]
     return sum(part.numel() * part.element_size() for part in parts)
 
@@ -39,7 +39,7 @@ def _parameter_bytes(models: Iterable[torch.nn.Module]) -> int:
 
 
 def _gradient_bytes(models: Iterable[torch.nn.Module]) -> int:
-    """Return the bytes of the present gradients; DDP's own copies in buckets count as activations."""
+    """Return the bytes of the existing gradients; DDP's copies in buckets count as activations."""
     return held_bytes(p.grad for model in models for p in model.parameters() if p.grad is not None)
 
 
@@ -50,9 +50,10 @@ def _optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
 
 
 def resident_bytes(peak: bool = False) -> int:
-    """Return the resident memory of this process in bytes, now or at its peak; outside Linux, the peak in both cases.
+    """Return the current or peak resident memory of this process in bytes; on systems other than Linux, always the
+    peak.
 
-    The peak is VmHWM rather than ru_maxrss, since the latter is inherited across exec and may be the launcher's.
+    The peak is VmHWM rather than ru_maxrss, since ru_maxrss is inherited across exec and may be the launcher's peak.
     """
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
@@ -66,7 +67,7 @@ def resident_bytes(peak: bool = False) -> int:
 
 
 def capacity_bytes(device: torch.device, ranks_per_node: int = 1) -> int | None:
-    """Return the bytes that this rank may use: the device's memory, or a share of the control group's limit."""
+    """Return the bytes that this rank may use: the device's memory, or this rank's share of the host's limit."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
@@ -79,7 +80,7 @@ def capacity_bytes(device: torch.device, ranks_per_node: int = 1) -> int | None:
 
 
 def find_device(models: Iterable[torch.nn.Module]) -> torch.device:
-    """Return the device of the first parameter; without one, CUDA if the process has initialised it, else the CPU."""
+    """Return the device of the first parameter; without parameters, CUDA if it is initialised, or else the CPU."""
     for model in models:
         for parameter in model.parameters():
             return parameter.device
@@ -88,10 +89,10 @@ def find_device(models: Iterable[torch.nn.Module]) -> torch.device:
 
 
 def context_bytes(device: torch.device) -> int | None:
-    """Return the bytes that the CUDA context and libraries take outside the allocator; None without NVML.
+    """Return the bytes that the CUDA context and libraries use outside the allocator, or None without NVML.
 
-    In a container, NVML may report process ids of the host; if the device has a single process, it is assumed to be
-    this one.
+    In a container, NVML may report the host's process ids. If the device is used by only one process, this is assumed
+    to be the current one.
     """
     try:
         nvml, handle = _open(device)
@@ -104,9 +105,9 @@ def context_bytes(device: torch.device) -> int | None:
 
 
 def device_use(device: torch.device | None) -> dict[str, float]:
-    """Return the telemetry of a CUDA device as `nvidia-smi` shows it; empty for other devices or without NVML.
+    """Return telemetry of a CUDA device as in `nvidia-smi`; empty for other devices or without NVML.
 
-    `gpu_utilization` is the fraction of the last second (or a shorter period) in which a kernel ran, from 0 to 1;
+    `gpu_utilization` is the fraction of the last second (or of a shorter period) in which a kernel ran, from 0 to 1;
     `gpu_memory_bytes` is the memory in use by all processes.
     """
     if device is None or device.type != "cuda":
@@ -120,9 +121,9 @@ def device_use(device: torch.device | None) -> dict[str, float]:
 
 
 def total_energy_j(device: torch.device | None) -> float | None:
-    """Return the joules that a CUDA device has consumed since its driver was loaded.
+    """Return the energy in joules that a CUDA device has consumed since its driver was loaded.
 
-    Returns None for other devices and without NVML. The counter includes all processes on the device.
+    Returns None for other devices or without NVML. The counter includes all processes on the device.
     """
     if device is None or device.type != "cuda":
         return None
@@ -137,7 +138,7 @@ def total_energy_j(device: torch.device | None) -> float | None:
 def _open(device: torch.device) -> tuple[Any, Any]:
     """Return the NVML library and its handle for `device`. Raises ImportError or NVML's own errors.
 
-    The device is found by UUID, since NVML numbers all devices of the machine, and torch only those in
+    The device is found by UUID, since NVML numbers all devices of the machine, but torch numbers only the devices in
     CUDA_VISIBLE_DEVICES.
     """
     import pynvml
@@ -148,9 +149,10 @@ def _open(device: torch.device) -> tuple[Any, Any]:
 
 
 def allocator_reading(statistics: Mapping[str, Any], retries_before: int = 0) -> dict[str, int]:
-    """Return the peaks and retries from `torch.cuda.memory_stats`, under their names in a `MemoryBreakdown`.
+    """Return the peaks and retries from `torch.cuda.memory_stats`, keyed by the field names of `MemoryBreakdown`.
 
-    The first `retries_before` retries are not counted. A retry is a request that found the device full.
+    The first `retries_before` retries are not counted. A retry is an allocation request that was made while the device
+    was full.
     """
     return {
         "peak_bytes": int(statistics.get("allocated_bytes.all.peak", 0)),
@@ -160,12 +162,12 @@ def allocator_reading(statistics: Mapping[str, Any], retries_before: int = 0) ->
 
 
 class MemoryMonitor:
-    """Counts each memory component when it can be told apart from the others, and predicts the largest local batch.
+    """Counts each memory component at a time when it can be distinguished, and predicts the largest local batch size.
 
-    None of this happens at every step: `before_training` is called once the model is built, `at_optimizer` while
-    gradients exist, and `read` when a report is due. The counts are kept for a report at the end, when the script has
-    freed its model. `largest_seen` is the largest batch so far, which caused the peak. `device` is set once memory was
-    read.
+    No method runs at every step: `before_training` is called once the model has been built, `at_optimizer` while
+    gradients exist, and `read` when a report is due. The counts are kept for a final report, since the script may have
+    freed its model by then. `largest_seen` is the largest batch size so far, which caused the peak. `device` is set
+    once memory has been read.
     """
 
     def __init__(self, ranks_per_node: int) -> None:
@@ -173,9 +175,9 @@ class MemoryMonitor:
         self.device: torch.device | None = None
         self._ranks_per_node = ranks_per_node
         self._resident_before: int | None = None
-        self._counted: dict[str, int] = {}  # parameters, gradients, optimizer state and batch, as they become known
+        self._counted: dict[str, int] = {}  # parameters, gradients, optimizer state and batch, once known
         self._buckets = 0
-        self._growing: dict[int, float] = {}  # by local batch size, bytes beyond everything that is counted
+        self._growing: dict[int, float] = {}  # by local batch size, the bytes that are in no counted component
         self._static = 0.0
         self._capacity = 0
         self._reserved_ratio = 1.0
@@ -184,28 +186,28 @@ class MemoryMonitor:
         self._retries_reported = False
 
     def before_training(self, models: list[torch.nn.Module], *, first: bool = True) -> None:
-        """Count the parameters and, before the first forward pass of the process (`first`), the resident memory."""
+        """Count the parameters and, if this is before the first forward pass (`first`), read the resident memory."""
         if first:
             self._resident_before = resident_bytes()
         if models:
             self._counted["parameter_bytes"] = _parameter_bytes(models)
 
     def at_optimizer(self, models: list[torch.nn.Module]) -> None:
-        """Count the gradients: they exist now, and may be set to None afterwards."""
+        """Count the gradients now, since they may be set to None afterwards."""
         self._counted["gradient_bytes"] = _gradient_bytes(models)
 
     def saw_batch(self, size: int, batch: Any, loader: Any) -> None:
-        """Note a batch of `size` examples, the largest so far; count its bytes with the prefetched batches."""
+        """Record a batch of `size` examples, the largest so far; count its bytes and those of prefetched batches."""
         self.largest_seen = size
         ahead = (getattr(loader, "num_workers", 0) or 0) * (getattr(loader, "prefetch_factor", None) or 0)
         self._counted["batch_bytes"] = batch_bytes(batch) * (1 + int(ahead))
 
     def read(self, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
-        """Return the memory in use and its peak, for `tula_wire.MemoryBreakdown`; takes tens of microseconds."""
+        """Return the memory in use and its peak as fields of `MemoryBreakdown`; this takes tens of microseconds."""
         if models or self.device is None:
             self.device = find_device(models)
-            # Where they copy the gradients, which are counted nowhere else. On a host, buckets are resident before
-            # training begins, or never were touched.
+            # Only these models copy gradients to buckets, which no other component includes. On a host, the buckets are
+            # already resident before training begins, or are never touched.
             copies = [model for model in ddp_models(models) if not getattr(model, "gradient_as_bucket_view", False)]
             self._buckets = _gradient_bytes(copies) if self.device.type == "cuda" else 0
         if optimizers:
@@ -217,30 +219,32 @@ class MemoryMonitor:
         return memory
 
     def report_retries(self, memory: Mapping[str, Any]) -> None:
-        """Warn once if a batch fits only because the allocator returned cached memory; `memory` is from `read`."""
+        """Warn once if a batch fits only because the allocator returned cached memory; `memory` is the result of
+        `read`.
+        """
         retries = memory.get("alloc_retries") or 0
         if retries and not self._retries_reported:
             self._retries_reported = True
             logger.warning(
-                "the device was full %d times at a local batch of %d, and the step had to wait until cached memory was "
-                "given back: take a smaller batch%s",
+                "the device was full %d times at a local batch size of %d, and a step had to wait until cached memory "
+                "was returned to the device: use a smaller batch%s",
                 retries,
                 self.largest_seen,
                 "" if segments_grow() else f", or set {ALLOCATOR_VARIABLES[0]}={GROWING_SEGMENTS}",
             )
 
     def reset_peak(self) -> None:
-        """Forget the peak so far, and return cached memory to the device, before a larger batch is measured."""
+        """Reset the peak, and return cached memory to the device, before a larger batch size is measured."""
         if self.device is not None and self.device.type == "cuda":
             torch.cuda.empty_cache()  # noqa: TID251 (a run that only measures, between two of its batches)
             torch.cuda.reset_peak_memory_stats(self.device)
             self._retries_before = allocator_reading(torch.cuda.memory_stats(self.device))["alloc_retries"]
         else:
             with suppress(OSError):
-                Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to what is resident now
+                Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to the current resident memory
 
     def _components(self, device: torch.device) -> dict[str, Any]:
-        """Return the components that are known so far; activations are the peak minus all static components."""
+        """Return the components that are known so far; activation memory is the peak minus all static components."""
         parts: dict[str, Any] = {
             "method": "cuda_allocator",
             "capacity_bytes": capacity_bytes(device, self._ranks_per_node),
@@ -259,9 +263,9 @@ class MemoryMonitor:
         return {name: value for name, value in (parts | self._counted).items() if value is not None}
 
     def observe(self, memory: Mapping[str, Any], local_batch_size: int, fixed_bytes: int = 0) -> None:
-        """Keep the peak of steps with at most `local_batch_size` examples; ignore it if a component is unknown.
+        """Store the peak of steps with at most `local_batch_size` examples; ignore it if a component is unknown.
 
-        memory: the result of `read`. fixed_bytes: memory allocated at every batch size, but part of `activation_bytes`.
+        memory: the result of `read`. fixed_bytes: the part of `activation_bytes` that is independent of the batch size.
         """
         if not {"activation_bytes", "gradient_bytes", "capacity_bytes"} <= memory.keys():
             return
@@ -277,9 +281,11 @@ class MemoryMonitor:
         self._growing[local_batch_size] = max(0, growing)
 
     def largest_local_batch_size(self) -> int | None:
-        """Return the largest batch that should fit, at least the largest that did fit; None if too little is known."""
+        """Return the largest batch size that should fit, at least the largest that has fitted; None if it cannot be
+        predicted.
+        """
         answer = largest_local_batch_size(self._capacity, self._static, self._growing, self._reserved_ratio)
         if answer is not None and not self._logged:
             self._logged = True
-            logger.info("batches of up to %d examples per rank should fit into memory", answer)
+            logger.info("batch sizes of up to %d examples per rank should fit into memory", answer)
         return answer

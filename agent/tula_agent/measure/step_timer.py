@@ -1,4 +1,4 @@
-"""Finds where each step ends and the next begins, and times steps by the host's clock and by the device's."""
+"""Determines where each step ends and the next begins, and times steps with the host's and the device's clock."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from tula_agent.guard import logger
 from tula_agent.readings import Interval, StepTiming
 
 _PATIENCE = 8
-"""Number of steps for whose micro-steps a watched optimizer's first step is awaited."""
+"""Number of steps' micro-steps after which the timer stops waiting for the first step of a watched optimizer."""
 POOL_SIZE = 256
-"""Most events. A step takes four, so 64 steps may be in flight; a step beyond them has only wall time."""
+"""Maximum number of events. A step uses four, so 64 steps can be in flight; further steps have only wall time."""
 
 
 class StepTimer:
-    """Turns the two events of a loop, batch requested and batch ready, into timings of optimizer steps.
+    """Computes the timings of optimizer steps from a loop's two events, batch requested and batch ready.
 
-    A step is over at the first boundary after the optimizer has stepped; if no optimizer is watched, after
-    `grad_accum_steps` micro-steps. A step that the optimizer skips (an inf under AMP) also ends by count, after as many
-    micro-steps as the last two equal steps had, since a script may accumulate differently from its configuration.
+    A step ends at the first boundary after the optimizer has stepped or, if no optimizer is watched, after
+    `grad_accum_steps` micro-steps. A step that the optimizer skips (because of an inf under AMP) also ends after a
+    number of micro-steps. This is the number in the last two equal steps, since a script may not accumulate as
+    configured.
     """
 
-    # Runs with cold caches at every step; `__slots__` halves its cost.
+    # This code runs with cold caches at every step; `__slots__` halves its cost.
     __slots__ = (
         "_clock", "_expected", "_input", "_known", "_last", "_left_at", "_optimizer_at", "_sizes", "_started",
         "_stepped", "_wanted", "batches", "rose_from", "step", "watched",
@@ -35,10 +36,10 @@ class StepTimer:
     def __init__(self, grad_accum_steps: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self.step = self.batches = 0
         self.watched = False
-        self.rose_from = 0  # the number of micro-steps that was usual before it first rose; 0: it never did
+        self.rose_from = 0  # the usual number of micro-steps before it first rose; 0: it never rose
         self._clock = clock
         self._expected = grad_accum_steps
-        self._known = False  # True: `_expected` rests on what was watched
+        self._known = False  # True: `_expected` has been observed
         self._last = 0
         self._stepped = False
         self._started: float | None = None
@@ -50,24 +51,26 @@ class StepTimer:
 
     @property
     def grad_accum_steps(self) -> int:
-        """Return the micro-steps per step: the configured number (or 1) until two successive steps show another."""
+        """Return the number of micro-steps per step: as configured (or 1), until two successive steps show another
+        number.
+        """
         return self._expected or 1
 
     @property
     def between_steps(self) -> bool:
-        """Return True from a step's end until the first batch of the next step."""
+        """Return True if the last step has ended and the first batch of the next step has not arrived."""
         return not self._sizes
 
     @property
     def in_step(self) -> bool:
-        """Return True from a batch until the optimizer steps, but not between `leave_out` and `count_again`."""
+        """Return True if a batch has arrived and the optimizer has not stepped yet, unless time is being left out."""
         return bool(self._sizes) and not self._stepped and self._left_at is None
 
     def optimizer_stepped(self, timed: bool = False) -> None:
-        """Note a call of an optimizer's step; `timed` is False if the call computes the gradients too.
+        """Process a call of an optimizer's step; `timed` is False if the call also computes the gradients.
 
-        A call that no batch preceded is not a training step: torch.distributed.checkpoint calls `step` in this way to
-        fill an optimizer's state. The time of the optimizer's step is measured from its first call.
+        A call without a preceding batch is not a training step: torch.distributed.checkpoint calls `step` in this way
+        to create the optimizer's state. The time of the optimizer's step is measured from the first call.
         """
         if not self._sizes:
             return
@@ -78,11 +81,11 @@ class StepTimer:
         self._stepped = True
 
     def forget_optimizer(self) -> None:
-        """Drop the time of the optimizer's step, because other work has run since its call."""
+        """Discard the time of the optimizer's step, because other work has run since the call."""
         self._optimizer_at = None
 
     def want_batch(self) -> StepTiming | None:
-        """Note that the loop requests a batch; return the timing of the step that ends here, or None."""
+        """Process the loop's request for a batch; return the timing of the step that ends here, or None."""
         now = self._wanted = self._clock()
         if self._started is None or not self._sizes:
             self._started = now
@@ -91,13 +94,13 @@ class StepTimer:
         if self._stepped:
             if micro == self._last or self._expected is None:
                 if self._known and micro > self.grad_accum_steps:
-                    self.rose_from = self.rose_from or self.grad_accum_steps  # two such steps are no end of an epoch
+                    self.rose_from = self.rose_from or self.grad_accum_steps  # not the end of an epoch
                 self._expected, self._known = micro, True
             self._last = micro
         else:
             expected = self._expected or (None if self.watched else 1)
             if self.watched and expected is not None and micro >= _PATIENCE * expected:
-                self._known = True  # no step is seen, as in a CUDA graph
+                self._known = True  # steps cannot be observed, as in a CUDA graph
             if expected is None or micro < expected or (self.watched and not self._known):
                 return None
         uneven = micro > 1 and len(set(self._sizes)) > 1
@@ -108,11 +111,11 @@ class StepTimer:
         return timing
 
     def wanted(self) -> None:
-        """Note that the loop requests a batch within a step."""
+        """Record that the loop requests a batch within a step."""
         self._wanted = self._clock()
 
     def waited(self) -> None:
-        """Count the time since the loop requested a batch as waiting for data."""
+        """Count the time since the loop's request for a batch as waiting for data."""
         self._input += self._clock() - self._wanted
 
     def batch_ready(self, local_batch_size: int | None) -> None:
@@ -122,9 +125,9 @@ class StepTimer:
         self.batches += 1
 
     def stepped_after(self, micro_steps: int, local_batch_size: int) -> None:
-        """Note that the optimizer has stepped after `micro_steps`.
+        """Record that the optimizer has stepped after `micro_steps` micro-steps.
 
-        A micro-step without an observed batch gets the size of the last observed batch, else `local_batch_size`.
+        A micro-step without an observed batch gets the size of the last observed batch or else `local_batch_size`.
         """
         if self._started is not None:
             sizes = self._sizes or [local_batch_size]
@@ -132,11 +135,11 @@ class StepTimer:
             self._stepped = True
 
     def more_micro_steps(self, count: int) -> None:
-        """Count `count` further micro-steps, which were fetched with the last batch and have its size."""
+        """Count `count` more micro-steps, whose batches were fetched with the last batch and have the same size."""
         self._sizes += self._sizes[-1:] * count
 
     def pause(self) -> None:
-        """Leave the loop: the time until its next batch (evaluation, a checkpoint) does not count toward any step."""
+        """Leave the loop; the time until its next batch, such as that of an evaluation, is not part of any step."""
         self._begin(None)
         self._left_at = None
 
@@ -144,11 +147,11 @@ class StepTimer:
         self._started, self._input, self._sizes, self._stepped, self._optimizer_at = started, 0.0, [], False, None
 
     def leave_out(self) -> None:
-        """Stop counting time until `count_again`, even within a step."""
+        """Stop counting time until `count_again` is called, even within a step."""
         self._left_at = self._clock()
 
     def count_again(self) -> None:
-        """Shift the start of the step, and of its wait for data, by the time since `leave_out`."""
+        """Resume counting time; shift the start of the step and of its wait for data by the time since `leave_out`."""
         now, left_at = self._clock(), self._left_at
         self._left_at = None
         if left_at is not None and self._started is not None:
@@ -158,16 +161,16 @@ class StepTimer:
                 self._optimizer_at = min(now, self._optimizer_at + now - left_at)
 
     def restart(self) -> None:
-        """Begin the next step now, so that the agent's own work since the boundary does not count."""
+        """Begin the next step now, so that the time excludes the agent's own work since the boundary."""
         if self._started is not None and not self._sizes:
             self._started = self._wanted = self._clock()
 
 
 class DeviceClock:
-    """Records events in the device's stream to time a step; nothing waits for the device.
+    """Records events in the device's stream to time a step, without waiting for the device.
 
-    Its methods are called on the training thread and never raise: `begin`, then `batch` and `optimizer` once each, then
-    `end`. Each records one event, which costs a few microseconds on the host.
+    The methods must be called on the training thread in this order: `begin`, then `batch` and `optimizer` once each,
+    then `end`. They never raise. Each call records one event, which takes a few microseconds on the host.
     """
 
     def __init__(
@@ -180,30 +183,30 @@ class DeviceClock:
         self.events_made = 0
         self._make = make
         self._pool_size = pool_size
-        self._free: deque[Any] = deque()  # this thread takes events, the shipping thread gives them back
+        self._free: deque[Any] = deque()  # this thread takes events, and the shipping thread returns them
         self._record = record
-        self.capturing = capturing  # an event recorded while a CUDA graph is captured would be part of it
+        self.capturing = capturing  # an event recorded during a capture would become part of the CUDA graph
         self._open: Interval | None = None
         self._broken = False
 
     def begin(self) -> None:
-        """Begin a step; an unfinished step before it is discarded."""
+        """Begin a step; discard an unfinished previous step."""
         self.drop()
         start = self._mark()
         self._open = None if start is None else Interval(self._free, start)
 
     def batch(self) -> None:
-        """Mark that the step's first batch has arrived."""
+        """Record that the step's first batch has arrived."""
         if self._open is not None and self._open.batch is None:
             self._open.batch = self._mark()
 
     def optimizer(self) -> None:
-        """Mark that the step's first optimizer is about to step."""
+        """Record that the step's first optimizer is about to step."""
         if self._open is not None and self._open.optimizer is None and not self.capturing():
             self._open.optimizer = self._mark()
 
     def end(self) -> Interval | None:
-        """End the step and return its interval, which is polled for its times; None if no events were recorded."""
+        """End the step and return its interval, which can be polled for the times; None if no events were recorded."""
         interval, self._open = self._open, None
         if interval is None:
             return None
@@ -214,7 +217,7 @@ class DeviceClock:
         return interval
 
     def drop(self) -> None:
-        """Discard the current step, since the loop was left within it."""
+        """Discard the current step, since the loop was left during the step."""
         if self._open is not None:
             self._open.release()
             self._open = None
@@ -229,17 +232,17 @@ class DeviceClock:
                 self.events_made += 1
                 event = self._make()
             else:
-                return None  # all are in flight
+                return None  # all events are in flight
             self._record(event)
-        except Exception as error:  # a guard would cost more than the mark
+        except Exception as error:  # a guard would take longer than recording an event
             self._broken = True
-            logger.warning("the device's clock failed, step times are wall time from now on: %r", error)
+            logger.warning("the device's clock failed, so step times are wall-clock times from now on: %r", error)
             return None
         return event
 
 
 def clock_for(device: torch.device) -> DeviceClock | None:
-    """Return the clock of `device`; None for everything but CUDA (and ROCm)."""
+    """Return the clock of `device`, or None if the device is neither CUDA nor ROCm."""
     if device.type != "cuda":
         return None
 
@@ -247,7 +250,7 @@ def clock_for(device: torch.device) -> DeviceClock | None:
         return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def record(event: Any) -> None:
-        # The current device may differ from the one that the model runs on.
+        # The current device may differ from the device on which the model runs.
         event.record(torch.cuda.current_stream(device))
 
     return DeviceClock(make, record, capturing=torch.cuda.is_current_stream_capturing)

@@ -1,4 +1,4 @@
-"""Observes what a script uses, whatever its options say: autocast, compilation, checkpointing, shards, workers."""
+"""Observes a script's actual settings, whatever its options are: precision, compilation, checkpointing, sharding."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _SHARDED, _WHOLE = (*_ON, "fsdp", "fsdp2", "full_shard", "zero3"), (*_OFF, "ddp"
 
 
 class SwitchWatch:
-    """Observes the forward passes of one step by hooks, which `end` removes.
+    """Observes the forward passes of one step with hooks, which `end` removes.
 
-    The models themselves and modules without children get a hook: autocast is often on only inside a model, and
-    checkpointing repeats the forward passes of some parts during the backward pass. Once anything is compiled, only
-    models whose own call is not compiled get a hook, since any other hook would cause recompilation.
+    The models themselves and modules without children get a hook, because autocast is often on only inside a model, and
+    checkpointing repeats some forward passes during the backward pass. Once anything has been compiled, only models
+    whose own call is not compiled get a hook, since any other hook would cause recompilation.
     """
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
@@ -42,7 +42,9 @@ class SwitchWatch:
             self._types.add(autocast_dtype())
 
     def end(self) -> dict[str, Any]:
-        """Remove the hooks; return the observed switches by the names of `tula_wire.HostFacts` (None: unknown)."""
+        """Remove the hooks; return the observed switches, keyed by field names of `tula_wire.HostFacts` (None:
+        unknown).
+        """
         for hook in self._hooks:
             hook.remove()
         parameters = [p for model in self._models for p in model.parameters()]
@@ -57,14 +59,14 @@ class SwitchWatch:
         }
 
     def _compiled(self) -> bool | None:
-        """Return True if a model is compiled, None if only something else is compiled, else False."""
+        """Return True if a model is compiled, None if only other code is compiled, or else False."""
         if not compiled_frames():
             return False
         return True if any(is_compiled(module) for model in self._models for module in model.modules()) else None
 
 
 def contradictions(options: Mapping[str, str], seen: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each option that the observed step did not follow; `seen` has the observed switches.
+    """Yield a sentence for each option that the observed step did not follow; `seen` contains the observed switches.
 
     Other options and other values are skipped, since only the script knows their meaning.
     """
@@ -89,17 +91,17 @@ def contradictions(options: Mapping[str, str], seen: Mapping[str, Any]) -> Itera
             word in _WHOLE,
             seen.get("sharded"),
             "its parameters are sharded",
-            "each rank holds its parameters whole",
+            "each rank has all parameters",
         ),
     )
     for name, look in looks.items():
         word = options.get(name, "").lower()
         if (what := look(word)) is not None:
-            yield f"{name} is {word} in this run, but {what}: pass {{{name}}} on to where the script sets it"
+            yield f"{name} is {word} in this run, but {what}: use {{{name}}} where the script sets this option"
 
 
 def _precision(word: str, seen: str | None) -> str | None:
-    """Return the observed precision if it contradicts the requested precision; None if either is unknown."""
+    """Return a sentence with the observed precision if it contradicts the requested one; None if either is unknown."""
     asked = next((name for part, name in _HALVES.items() if part in word), None)
     if seen is None or (asked is None and word not in _SINGLES):
         return None
@@ -109,7 +111,7 @@ def _precision(word: str, seen: str | None) -> str | None:
 
 
 def _switch(asked_on: bool, asked_off: bool, seen: bool | None, on: str, off: str) -> str | None:
-    """Return the observed state of a switch, in words, if it is the opposite of the requested state."""
+    """Return the observed state of a switch in words if it is the opposite of the requested state, or else None."""
     if seen is None or not (asked_on or asked_off) or seen is asked_on:
         return None
     return on if seen else off

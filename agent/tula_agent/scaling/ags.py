@@ -1,10 +1,10 @@
-"""AGS as the paper prints it: `ags` (Algorithm 1) and `static` (equation 8), for steps that are not sensitive.
+"""AGS as published in the paper: `ags` (Algorithm 1) and `static` (equation 8), for steps that are not sensitive.
 
     s = min(|g_small| / (|g_large| + eps), s_max) by element, where   | |G_i|^2 - |G_{i-1}|^2 | / |G_{i-1}|^2 < delta
 
-The factors of `ags` are computed once per epoch (at its last step with `steps_per_epoch`, else at the first step of the
-next epoch) and used on later batches, so that they are independent of the batch that they scale (Lemma 1). In the first
-epoch they are 1.
+The factors of `ags` are computed once per epoch (in the epoch's last step if `steps_per_epoch` is set, or else in the
+first step of the next epoch). They are applied to later batches, so that they do not depend on the batch that they
+scale (Lemma 1). In the first epoch, all factors are 1.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from tula_agent.scaling.statistics import DISTURBED, NO_SMALL_BATCH, GradientSta
 from tula_agent.scaling.taps import Gradients, TapMode, squares
 from tula_agent.torch_private import wide_dtype
 
-EPS = 1e-8  # of Algorithm 1
+EPS = 1e-8  # from Algorithm 1
 _LONG_EPOCH = 10_000
 NO_EPOCHS = (
-    f"ags has found no factors in {_LONG_EPOCH:,} steps, so nothing is scaled: give Ags(steps_per_epoch=...), or call "
-    "next_epoch at the start of each epoch (run.steps does)"
+    f"ags has computed no factors in {_LONG_EPOCH:,} steps, so nothing is scaled: use Ags(steps_per_epoch=...), or "
+    "call next_epoch at the start of each epoch (run.steps calls it)"
 )
 
 
 def factor_from_squares(small: torch.Tensor, large: torch.Tensor, *, s_min: float, s_max: float) -> torch.Tensor:
     """Return min(|g_small| / (|g_large| + eps), s_max), at least s_min (Algorithm 1, Lemma 1), from squared magnitudes.
 
-    A ratio that is not finite (overflow) becomes 1, so that a single bad probe never corrupts a weight. The ratio of
-    two zeros also becomes 1, since it carries no information.
+    A ratio that is not finite (because of overflow) becomes 1, so that a single bad probe never corrupts a weight. The
+    ratio of two zeros also becomes 1, since it carries no information.
     """
     ratio = small.clamp(min=0.0).sqrt() / (large.clamp(min=0.0).sqrt() + EPS)
     usable = torch.isfinite(ratio) & ((small > 0.0) | (large > 0.0))
@@ -46,14 +46,14 @@ def factor_from_squares(small: torch.Tensor, large: torch.Tensor, *, s_min: floa
 
 @dataclass(frozen=True)
 class GatedFactors:
-    """The factor of each parameter (None: 1; 0-d or of its shape) and the gate (0-d, 1 if the step may be scaled)."""
+    """Factor of each parameter (0-d or in the parameter's shape; None means 1) and the gate (0-d; 1: may be scaled)."""
 
     by_parameter: Gradients
     gate: torch.Tensor
 
 
 class AgsRule:
-    """Computes the factors (of the last refresh for `ags`, a single number for `static`) and the gate.
+    """Returns the factors (from the last refresh for `ags`, a single number for `static`), and computes the gate.
 
     The gate is computed on the device from the current reduced gradient, so nothing waits for the host.
     """
@@ -72,7 +72,7 @@ class AgsRule:
         self._due = False
 
     def next_epoch(self, step: int) -> None:
-        """Compute new factors after step number `step`, the first of an epoch, unless an interval was given."""
+        """Request new factors in step number `step`, the first of an epoch, unless `steps_per_epoch` is set."""
         ags = self._ags
         self._due = self._due or (ags is not None and step > 0 and ags.steps_per_epoch is None)
 
@@ -88,7 +88,7 @@ class AgsRule:
         return "element" if self._due and ags.model is None else "projections"
 
     def factors(self, step: int, numbers: Numbers) -> GatedFactors:  # noqa: ARG002 - as in `gain`
-        """Return the factors of this step; if a refresh is due, compute the factors of later steps."""
+        """Return the factors for this step; if a refresh is due, compute the factors for later steps."""
         self._receive()
         if self._factors is not None and self._found_with != numbers:
             self._due, self._factors, self._mean_factor = True, None, 1.0
@@ -108,7 +108,7 @@ class AgsRule:
         return self._by_parameter()
 
     def _by_parameter(self) -> Gradients:
-        """Return the last factors in the order of the present parameters, since groups may have changed."""
+        """Return the last factors in the order of the current parameters, since parameter groups may have changed."""
         by_parameter = dict(zip(map(id, self._found_for), self._factors or [], strict=False))
         return [by_parameter.get(id(parameter)) for parameter in self._statistics.parameters()]
 
@@ -122,7 +122,7 @@ class AgsRule:
     def _refresh(self, reading: Reading, ags: Ags, numbers: Numbers) -> None:
         """Refresh the factors (UPDATEGRADSCALE of Algorithm 1).
 
-        They come from a probe if the script allows one, else from ranks and micro-steps.
+        The factors come from a probe if the policy has a model and a loss, or else from ranks and micro-steps.
         """
         statistics = self._statistics
         statistics.count(reading.examples)
@@ -133,7 +133,7 @@ class AgsRule:
                 part, whole = map(_squares, (probed[0], statistics.gradients()))
                 factors = self._by_element(part, whole, numbers, probed[1])
         elif statistics.tap.mode != "element":
-            return  # due since this step: the taps read the next step
+            return  # became due in this step, so the taps read the next step
         else:
             factors = self._from_parts(reading, numbers)
         self._due = False
@@ -144,10 +144,9 @@ class AgsRule:
         self._mean_factor = float(torch.stack([m.to(means[0].device) for m in means]).mean()) if means else 1.0
 
     def _from_parts(self, reading: Reading, numbers: Numbers) -> Gradients:
-        """Return factors from the parts of all ranks; empty if there is only one part, or parts and whole cannot be
-        compared.
+        """Return factors from the parts of all ranks; empty if there is one part or the parts cannot be compared.
 
-        |g_small|^2 is the mean over parts: b_small is then the size of a part, whatever `small_batch_size` says.
+        |g_small|^2 is the mean over parts, so b_small is the size of a part, regardless of `small_batch_size`.
         """
         statistics, samples = self._statistics, reading.moments()[2]
         if samples < 2.0 or reading.disturbed:
@@ -188,7 +187,7 @@ class AgsRule:
             self._scaled += self._last[2]
 
     def telemetry(self, numbers: Numbers) -> dict[str, float]:
-        """Return the numbers of the last step but one, and `scaled_share` over all steps."""
+        """Return the values of the second-to-last step, and `scaled_share` over all steps."""
         return {
             "grad_norm": math.sqrt(max(self._last[0], 0.0)) if math.isfinite(self._last[0]) else math.nan,
             "gradient_variability": self._last[1],
@@ -197,7 +196,7 @@ class AgsRule:
         }
 
     def state(self) -> list[float]:
-        """Return the gate's last norm and whether factors are due, to store in a checkpoint."""
+        """Return the numbers for a checkpoint, such as the gate's last norm and whether new factors are due."""
         self._receive()
         return [
             float(self._gate.previous),
@@ -216,9 +215,10 @@ class AgsRule:
         self._gate.previous = torch.full((), previous, dtype=wide_dtype(device), device=device)
 
     def saved_factors(self) -> Gradients:
-        """Return the factors of `ags` for a checkpoint, by parameter; ones before the first refresh.
+        """Return the factors of `ags` for a checkpoint, by parameter; before the first refresh, all factors are 1.
 
-        torch.distributed.checkpoint loads only entries that exist in the state of the new optimizer.
+        The factors always exist because torch.distributed.checkpoint loads only entries that the new optimizer's state
+        has.
         """
         if self._ags is None:
             return []
@@ -226,7 +226,7 @@ class AgsRule:
         return [torch.ones_like(squares(p, "element")) if f is None else f for f, p in pairs]
 
     def load_factors(self, factors: Gradients, numbers: Numbers) -> None:
-        """Restore the factors that `saved_factors` returned; `numbers` are the numbers in force."""
+        """Restore the factors that `saved_factors` returned; `numbers` are the values in force."""
         if not any(f is not None and bool((f != 1.0).any()) for f in factors):
             return
         self._found_for, self._found_with = self._statistics.parameters(), numbers
@@ -239,7 +239,7 @@ def _squares(gradients: Gradients) -> Gradients:
 
 
 class SensitivityGate:
-    """Evaluates equation 5 on the device: 1 if the step may be scaled, 0 if it is sensitive."""
+    """Evaluates equation 5 on the device; the gate is 1 if the step may be scaled, and 0 if it is sensitive."""
 
     def __init__(self) -> None:
         self.previous = self.variability = torch.full((), math.nan, device="cpu")
@@ -256,10 +256,11 @@ class SensitivityGate:
 def _probe(
     statistics: GradientStatistics, model: nn.Module, loss: LossFunction, small_batch_size: int | None
 ) -> tuple[Gradients, float] | None:
-    """Return the reduced gradient of a sub-batch and its B / b; None if it would be the whole batch of a rank.
+    """Return the reduced gradient of a sub-batch and the ratio B / b; None if the sub-batch would be a rank's whole
+    batch.
 
-    The sub-batch has b_small examples over all ranks, or an eighth of the batch if b_small is unknown. The ranks
-    reduce a few numbers first, so that all skip the reduction of gradients if one rank's batch is too short.
+    The sub-batch has b_small examples over all ranks, or an eighth of the batch if b_small is unknown. The ranks first
+    reduce a few numbers, so that all of them skip the gradients' reduction if one rank's batch is too short.
     """
     ranks, tap = statistics.ranks, statistics.tap
     rows = infer_batch_size(statistics.batch) or 0
@@ -267,13 +268,13 @@ def _probe(
     size = max(1, size)
     numbers = [statistics.examples, size * statistics.per_row, float(size >= rows)]
     vector = torch.tensor(numbers, dtype=wide_dtype(statistics.device), device="cpu")
-    # With several ranks the host waits for the device here, with one it does not.
+    # With several ranks, the host waits for the device here; with one rank, it does not.
     summed = vector if ranks.size == 1 else ranks.sum_(vector.to(statistics.device))
     examples, sizes, too_short = summed.tolist()
     if too_short:
         statistics.warn(
-            f"a probe of {size} examples does not fit into the {rows} that a rank observes in one micro-step: "
-            "steps are not measured; give a smaller small_batch_size"
+            f"steps are not measured, because a probe of {size} examples is too large for a micro-step of {rows} "
+            "examples: use a smaller small_batch_size"
         )
         return None
     mode, tap.mode = tap.mode, None
@@ -290,9 +291,10 @@ def probe_gradients(
 ) -> Gradients:
     """Return the gradient of `loss` on `batch`, averaged over ranks: a tensor or None for each parameter.
 
-    This leaves training unchanged: it does not write `.grad` (so DDP's reducer does not start), and restores random
-    streams and all buffers (batch normalization's running statistics). The module stays in training mode, because
-    evaluation mode would give a different, smaller gradient. Every rank must call it in the same step.
+    The function leaves training unchanged: it does not write `.grad` (so DDP's reducer does not start), and it restores
+    the random number generators and all buffers (such as batch normalization's running statistics). The module stays in
+    training mode, because evaluation mode would give a different, smaller gradient. Every rank must call the function
+    in the same step.
     """
     module = model.module if hasattr(model, "module") and isinstance(model.module, nn.Module) else model
     trained = [p for p in parameters if p.requires_grad]
@@ -303,7 +305,7 @@ def probe_gradients(
     gradients = [by_parameter.get(id(p)) for p in parameters]
     if ranks.size == 1:
         return gradients
-    # Not in place: autograd may return one tensor for two parameters, or one whose elements share memory.
+    # Do not sum in place: autograd may return one tensor for two parameters, or one whose elements share memory.
     return [g if g is None or g.is_sparse else ranks.sum_(torch.div(g, ranks.size)) for g in gradients]
 
 

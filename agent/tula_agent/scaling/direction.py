@@ -1,22 +1,24 @@
-"""Computes a step's direction: levels the singular directions of a matrix's update as far as they exceed the noise.
+"""Computes a step's direction, in which all singular directions that exceed the noise have the same length.
 
     D = (U U^T + nu I)^(-1/2) U, scaled to the length |U|_F;     nu = c V / ((1 - mu^2) m),     c = 1/4
 
-U (m x n, m <= n) is what SGD subtracts from a weight, before the learning rate: mostly the momentum buffer. V is the
-average of the noise |.|^2 in this tensor's mean gradient, mu the momentum; (1 - mu^2) m spreads the noise in the buffer
-over the m singular directions. All directions well above the noise get the same length, as in Muon (Jordan et al. 2024)
-and Shampoo (Gupta et al. 2018); directions below the noise keep the proportions of the gradient; if noise dominates
-everywhere, D is U. The length of the step does not change (grafting: Agarwal et al. 2020), so the learning rate, the
-schedule, the decay and the momentum keep their meaning. docs/evidence/direction.md has the evidence.
+U (m x n, m <= n) is the update of a weight in SGD before multiplication by the learning rate; it is usually the
+momentum buffer. V is the average squared norm of the noise in this tensor's mean gradient, and mu is the momentum; the
+divisor (1 - mu^2) m distributes the noise in the buffer over the m singular directions. All directions well above the
+noise get the same length, as in Muon (Jordan et al. 2024) and Shampoo (Gupta et al. 2018), and directions below the
+noise keep the proportions of the gradient. If noise dominates everywhere, D is U. The length of the step does not
+change (grafting: Agarwal et al. 2020), so the learning rate, its schedule, the decay and the momentum keep their
+meaning. docs/evidence/direction.md presents the evidence.
 
-On a host, the inverse root comes from LAPACK's eigenvectors. On a GPU, eigenvectors are slow and wait for the host, so
-the inverse root comes from matrix products alone:
+On a host, the inverse root is computed from LAPACK's eigenvectors. On a GPU, computing eigenvectors is slow and waits
+for the host, so the inverse root is computed with matrix products only:
 
     Y <- Y T, Z <- T Z, T = (3 a I - a^3 Z Y) / 2     (Newton's coupled iteration: Higham 2008, equation 6.35)
 
-from Y = A / |A|_F, Z = I, with the scale a = sqrt(3 / (1 + l + l^2)) that maps the interval [l, 1], in which the
-singular values of Y^(1/2) lie, to the narrowest interval (Chen and Chow 2014). nu is at least 1e-6 |U|^2, so l begins
-at 1e-3. Ten steps reach the exact D within 2 % if nu has this lower bound, and within 0.01 % if nu is 1e-3 |U|^2.
+The iteration starts from Y = A / |A|_F and Z = I. The scale a = sqrt(3 / (1 + l + l^2)) maps the interval [l, 1], which
+contains the singular values of Y^(1/2), to the narrowest possible interval (Chen and Chow 2014). nu is at least 1e-6
+|U|^2, so l starts at 1e-3. Ten steps compute D to within 2 % if nu has its minimum, and to within 0.01 % if nu is 1e-3
+|U|^2.
 """
 
 from __future__ import annotations
@@ -37,34 +39,36 @@ from tula_agent.scaling.ranks import Ranks, owners
 from tula_agent.torch_private import exact_products, foreach_subtract_, norms, to_device
 
 DAMPING = 0.25
-"""The constant c, chosen among 0, 1/4, 1 and 4 on development cases; 1/4 and 1 do equally well with batch
-normalization.
+"""The constant c, chosen from 0, 1/4, 1 and 4 on development cases; with batch normalization, 1/4 and 1 work equally
+well.
 """
 ROWS = 256
-"""Most rows of a block.
+"""Maximum number of rows in a block.
 
-A taller matrix is cut into blocks, each with its own D, since the root costs the cube of the rows.
+A matrix with more rows is split into blocks, each with a separate D, since the root's cost grows with the cube of the
+number of rows.
 """
 MOST_OPERATIONS = 0.05
-"""Most operations of turning, as a share of the forward and backward passes; the largest matrices are left out first.
+"""Maximum number of operations for turning, as a fraction of the operations of the forward and backward passes; the
+largest matrices are left out first.
 """
 _HEIGHTS = 64
-"""The rows of a block on a GPU are a multiple of this number, so that few different heights occur."""
+"""On a GPU, the number of rows in a block is a multiple of this number, so that few different heights occur."""
 DEVICE_COST = 4
-"""On a GPU, time of an operation of turning relative to an operation of the passes.
+"""Time of an operation for turning on a GPU, relative to an operation of the forward and backward passes.
 
-On an H100, turning all matrices of ResNet-50 took 6.5 ms (11 TFLOP/s in float32); its passes ran at 44 TFLOP/s (TF32).
+On an H100, turning all matrices of ResNet-50 took 6.5 ms (11 TFLOP/s in float32); the passes ran at 44 TFLOP/s (TF32).
 """
 POSITIONS = 64
-"""Positions at which a convolution is assumed to use its weight for each example (8 x 8); a dense layer has one."""
+"""Number of positions per example at which a convolution is assumed to use its weight (8 x 8); 1 for a dense layer."""
 
 FROZEN = (
-    "gradient scaling: gc.freeze() hides the model's modules, so embeddings are not recognised: give their weights a "
-    "parameter group with direction=False, or call gc.freeze() after the first optimizer step"
+    "gradient scaling: gc.freeze() hides the model's modules, so embeddings are not recognised: put their weights into "
+    "a parameter group with direction=False, or call gc.freeze() after the first optimizer step"
 )
 
-_LEAST = 1e-6  # nu / |U|^2
-_NOISY = 1e4  # nu / |U|^2 from which D differs from U by less than 1e-4 of its length
+_LEAST = 1e-6  # minimum of nu / |U|^2
+_NOISY = 1e4  # nu / |U|^2 above which D differs from U by less than 1e-4 of its length
 
 
 def noise_level(noise: float, momentum: float, rows: int, damping: float = DAMPING) -> float:
@@ -75,18 +79,19 @@ def noise_level(noise: float, momentum: float, rows: int, damping: float = DAMPI
 
 @exact_products()
 def corrections(updates: Sequence[torch.Tensor], levels: torch.Tensor) -> list[torch.Tensor]:
-    """Return D - U of each matrix U (m, n), m <= n, with nu of each in `levels` (k,); float32, |D| = |U|.
+    """Return D - U for each matrix U (m, n), m <= n, in float32; `levels` (k,) has nu of each matrix, and |D| = |U|.
 
-    The correction is zero for a matrix of zeros, a matrix with NaN or infinity, and a matrix whose level is not finite
-    or far above the matrix: these keep the step that SGD took. All matrices must be on one device. Consecutive matrices
-    of one shape are multiplied together, and the inverse roots of all blocks of one height are computed together,
-    because on a GPU starting operations takes longer than running them. Products are exact: the rounding that a script
-    may allow exceeds the smallest eigenvalues and would make the iteration diverge.
+    The correction is zero for a matrix that is zero or contains NaN or infinity, and for a matrix whose level is not
+    finite or is far above the matrix; such a matrix keeps the step that SGD took. All matrices must be on one device.
+    Consecutive matrices of the same shape are multiplied together, and the inverse roots of all blocks of the same
+    height are computed together, because launching operations on a GPU takes longer than running them. Products are
+    computed in full precision, because the rounding that a script may allow exceeds the smallest eigenvalues and would
+    make the iteration diverge.
     """
     matrices = [update.float() for update in updates]
     lengths = torch.stack(norms(matrices))
     damping = levels.to(lengths) / lengths.square()
-    kept = ~((damping < _NOISY) & torch.isfinite(lengths))  # `masked_fill` starts one operation, `where` two
+    kept = ~((damping < _NOISY) & torch.isfinite(lengths))  # `masked_fill` launches one operation, `where` launches two
     damping = damping.clamp_min(_LEAST).masked_fill_(kept, 1.0)
     stacks: list[_Stack] = []
     for shape, members in groupby(range(len(matrices)), key=lambda place: matrices[place].shape):
@@ -103,7 +108,7 @@ def corrections(updates: Sequence[torch.Tensor], levels: torch.Tensor) -> list[t
         roots = torch.split(inverse_root(grams), [len(stack.unit) for stack in same])
         for stack, root in zip(same, roots, strict=True):
             stack.turned = stack.joined(root @ stack.unit)
-            del stack.unit  # as large as the matrices themselves
+            del stack.unit  # frees as much memory as the matrices use
     sizes = torch.cat([torch.linalg.vector_norm(stack.turned, dim=(1, 2)) for stack in stacks])
     kept = kept | ~((sizes > 0.0) & torch.isfinite(sizes))
     scales = lengths / sizes
@@ -115,7 +120,9 @@ def corrections(updates: Sequence[torch.Tensor], levels: torch.Tensor) -> list[t
 
 
 class _Stack:
-    """Matrices of one shape, in order: `whole` (k, m, n), and `unit`, of length 1 and cut into blocks of rows."""
+    """Matrices of one shape, in order: `whole` (k, m, n), and `unit`, which is normalized and split into blocks of
+    rows.
+    """
 
     def __init__(self, part: slice, whole: torch.Tensor, unit: torch.Tensor, blocks: int) -> None:
         self.part, self.whole, self.unit, self.blocks = part, whole, unit, blocks
@@ -129,7 +136,7 @@ class _Stack:
 
 
 def _in_blocks(unit: torch.Tensor, rows: int) -> tuple[torch.Tensor, int]:
-    """Return matrices (k, m, n) in equal, zero-padded blocks of rows (k blocks, height, n), and their number."""
+    """Return matrices (k, m, n) split into equal, zero-padded blocks of rows, and the number of blocks per matrix."""
     blocks, height = _block(rows, host=unit.is_cpu)
     filled = functional.pad(unit, (0, 0, 0, blocks * height - rows)) if blocks * height > rows else unit
     return filled.reshape(-1, height, unit.shape[-1]), blocks
@@ -151,7 +158,7 @@ def inverse_root(matrices: torch.Tensor) -> torch.Tensor:
         return newton_inverse_root(matrices)
     try:
         values, vectors = torch.linalg.eigh(matrices)
-    except RuntimeError:  # LAPACK did not converge: the steps stay as they were
+    except RuntimeError:  # LAPACK did not converge, so steps are not turned
         return torch.full_like(matrices, math.nan)
     root: torch.Tensor = (vectors * values.clamp_min(_LEAST).rsqrt().unsqueeze(-2)) @ vectors.mT
     return root
@@ -174,7 +181,7 @@ def newton_inverse_root(matrices: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=1)
 def _scales(least: float) -> tuple[float, ...]:
-    """Return the scales a of the iteration, until singular values from `least` to 1 are within 0.001 of 1."""
+    """Return the scales a of the iterations that bring singular values between `least` and 1 to within 0.001 of 1."""
     scales = []
     while least < 0.999:
         scale = math.sqrt(3.0 / (1.0 + least + least**2))
@@ -185,7 +192,9 @@ def _scales(least: float) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Shape:
-    """A weight as a matrix with `rows` <= `columns`; `transposed`: the weight's first dimension is the longer one."""
+    """Shape of a weight as a matrix with `rows` <= `columns`; `transposed`: True if the weight's first dimension is
+    longer.
+    """
 
     rows: int
     columns: int
@@ -193,10 +202,10 @@ class Shape:
     positions: int
 
     def operations(self, *, host: bool) -> int:
-        """Return the number of floating-point operations that computing D takes, by blocks of rows.
+        """Return the number of floating-point operations that are needed to compute D in blocks of rows.
 
-        They comprise U U^T, the inverse root, and its product with U. The eigenvectors of a symmetric matrix count as
-        9 m^3 (Golub and Van Loan 2013, section 8.3).
+        The operations are U U^T, the inverse root, and the root's product with U. The eigenvectors of a symmetric
+        matrix count as 9 m^3 (Golub and Van Loan 2013, section 8.3).
         """
         blocks, height = _block(self.rows, host=host)
         root = 9 + 2 if host else 2 * (3 * len(_scales(math.sqrt(_LEAST))) - 2)
@@ -209,16 +218,15 @@ class Shape:
 
 
 def embeddings(parameters: Sequence[torch.Tensor]) -> list[bool]:
-    """Return for each of `parameters` whether it is an embedding table of a module in this process.
+    """Return, for each of `parameters`, whether it is an embedding table of a module in this process.
 
-    An optimizer knows only tensors, so the modules come from the garbage collector, once, in tens of milliseconds.
-    The collector does not show objects that `gc.freeze` hid; a warning is logged if a parameter is hidden. The search
-    does not run any code of the modules.
+    An optimizer refers only to tensors, so the modules are found through the garbage collector, once, in tens of
+    milliseconds. The collector does not show objects that `gc.freeze` has hidden, so a warning is logged if a parameter
+    is hidden. The search does not run any code of the modules.
     """
     objects = gc.get_objects()
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    # This does not read `module.weight`: a parametrized module would compute it, which may change buffers and may
-    # raise.
+    # Do not read `module.weight`: a parametrized module would compute the weight, which may change buffers or raise.
     modules = [item for item in objects if issubclass(type(item), kinds)]
     tables = {id(vars(module).get("_parameters", {}).get("weight")) for module in modules}
     if gc.get_freeze_count() and not {id(parameter) for parameter in parameters} <= {id(item) for item in objects}:
@@ -227,7 +235,7 @@ def embeddings(parameters: Sequence[torch.Tensor]) -> list[bool]:
 
 
 def matrix_shape(parameter: torch.Tensor) -> Shape | None:
-    """Return `parameter` as (first dimension, all others); None for anything smaller than a 2 x 2 matrix."""
+    """Return the shape of `parameter` as (first dimension, all others); None if the matrix is smaller than 2 x 2."""
     if parameter.ndim < 2 or not parameter.is_floating_point() or not parameter.numel():
         return None
     first = parameter.shape[0]
@@ -239,11 +247,11 @@ def matrix_shape(parameter: torch.Tensor) -> Shape | None:
 
 @lru_cache(maxsize=8)
 def affordable(shapes: tuple[Shape, ...], batch_size: float | None, *, host: bool) -> tuple[bool, ...]:
-    """Return for each matrix whether to turn it; the largest are left out until the rest stay within MOST_OPERATIONS.
+    """Return, for each matrix, whether to turn it; the largest ones are left out to stay within MOST_OPERATIONS.
 
     The forward and backward passes of a step count as 6 operations per weight, position and example of the global
-    batch; without a batch size, all matrices are turned. On a GPU, each operation of turning counts DEVICE_COST times.
-    The result depends on shapes only, so it is the same on every rank.
+    batch; if the batch size is unknown, all matrices are turned. On a GPU, each operation for turning counts
+    DEVICE_COST times. The result depends only on the arguments, so it is the same on every rank.
     """
     if batch_size is None:
         return (True,) * len(shapes)
@@ -263,14 +271,14 @@ def sgd_update(
 ) -> torch.Tensor:
     """Return U of the step w <- w - rate U that torch's SGD has just taken, from the state after that step.
 
-    `parameter`: the weight after the step, with its gradient; `group`: its options; `buffer`: its momentum buffer, or
-    None.
+    `parameter`: the weight after the step, with its gradient; `group`: the weight's parameter group; `buffer`: the
+    weight's momentum buffer, or None.
     """
     if buffer is not None and not group["nesterov"]:
         return buffer
     assert parameter.grad is not None
     update = -parameter.grad if group["maximize"] else parameter.grad
-    # The decay acts on the weight before the step, w + rate U; the equation is solved for U.
+    # The decay applies to the weight before the step, w + rate U; solve the equation for U.
     update = (update + group["weight_decay"] * parameter) if group["weight_decay"] else update
     if buffer is not None:
         update = update + group["momentum"] * buffer
@@ -288,30 +296,30 @@ class _Matrix:
     shape: Shape
 
     def update(self, inner: torch.optim.Optimizer, factor: float) -> torch.Tensor:
-        """Return U as (rows, columns); zeros if the weight took no step."""
+        """Return U in shape (rows, columns), or zeros if the step did not change the weight."""
         if self.parameter.grad is None or self.parameter.grad.is_sparse:
             return self.parameter.new_zeros(self.shape.rows, self.shape.columns)
-        buffer = inner.state.get(self.parameter, {}).get("momentum_buffer")  # `state[...]` would add to it
+        buffer = inner.state.get(self.parameter, {}).get("momentum_buffer")  # `state[...]` would add an entry
         update = sgd_update(self.parameter, self.group, buffer, self.group["lr"] * factor).flatten(1)
         return update.mT if self.shape.transposed else update
 
     def shaped(self, correction: torch.Tensor) -> torch.Tensor:
-        """Return D - U of the matrix, given in any shape, in the shape of the weight and contiguous.
+        """Return `correction`, which is D - U in any shape, as a contiguous tensor in the shape of the weight.
 
-        One kernel can subtract many tensors only if their strides match those of the weights.
+        One kernel can subtract many tensors only if they have the same strides as the weights.
         """
         matrix = correction.view(self.shape.rows, self.shape.columns)
         return (matrix.mT if self.shape.transposed else matrix).contiguous().view(self.parameter.shape)
 
 
 class Directions:
-    """Turns the steps of a model's matrices. One rank owns each matrix, and all ranks apply the owner's correction.
+    """Turns the steps of a model's matrices. Each matrix has an owner rank, and all ranks apply the owner's correction.
 
-    So the replicas stay equal bit for bit even on unequal devices, and each of N ranks does an Nth of the work.
-    Corrections are sent in bfloat16, in one exchange per step: their last bits do not matter for training, but their
-    size matters on slow networks. `left_out` is the number of matrices that keep their steps because turning all would
-    cost too much. Embeddings keep their steps, since their rows are not directions of a map, and so do parameter groups
-    with `direction=False`.
+    The replicas therefore remain bit-identical even on different devices, and each of N ranks does 1/N of the work.
+    Corrections are sent in bfloat16, in one exchange per step, because training does not need their last bits but slow
+    networks need small messages. `left_out` is the number of matrices whose steps are not turned because turning all
+    steps would cost too much. The steps of embeddings are not turned either, since their rows are not directions of a
+    linear map, nor are the steps of parameter groups with `direction=False`.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, ranks: Ranks, damping: float = DAMPING) -> None:
@@ -332,10 +340,10 @@ class Directions:
         return type(self._inner) is torch.optim.SGD
 
     def plan(self, batch_size: float | None) -> tuple[int, ...]:
-        """Choose the matrices to turn at this global batch; all ranks call this within a step.
+        """Choose the matrices to turn at this global batch size; all ranks must call this within a step.
 
-        Returns the places, among all parameters, of the matrices whose noise must be measured. These include the
-        matrices that are left out.
+        Returns the indices, among all parameters, of the matrices whose noise must be measured, including matrices that
+        are left out.
         """
         matrices = self._matrices()
         self._choose(matrices, batch_size)
@@ -348,7 +356,7 @@ class Directions:
         return [matrix for matrix, use in zip(matrices, chosen, strict=True) if use]
 
     def turn(self, factor: float, noise: Mapping[int, float], batch_size: float | None) -> None:
-        """Turn the step just taken at `factor` times the learning rates. `noise`: V by place, if known."""
+        """Turn the step that was just taken with `factor` times the learning rates. `noise`: V by index, if known."""
         matrices = self._choose(self._matrices(), batch_size)
         if not matrices:
             return
@@ -356,7 +364,7 @@ class Directions:
         shares: list[list[_Matrix]] = [[] for _ in range(self._ranks.size)]
         for matrix, owner in zip(matrices, owners(costs, self._ranks.size), strict=True):
             shares[owner].append(matrix)
-        # A script may step inside autocast, and the root would fail in half precision.
+        # A script may step inside autocast, but the root cannot be computed in half precision.
         with torch.autocast(matrices[0].parameter.device.type, enabled=False):
             corrected = self._correct(shares[self._ranks.rank], factor, noise)
         if self._ranks.size > 1:
@@ -384,10 +392,9 @@ class Directions:
         ]
 
     def _find_tables(self, parameters: Sequence[torch.Tensor]) -> frozenset[int]:
-        """Return the places of the embedding tables that at least one rank finds, since ranks may keep different
-        modules.
+        """Return the indices of embedding tables that at least one rank finds, since ranks may have different modules.
 
-        This sums over ranks, so all ranks must call it at the same step.
+        The method sums over ranks, so all ranks must call it in the same step.
         """
         flags = torch.tensor(embeddings(parameters), dtype=torch.float32, device="cpu").to(parameters[0].device)
         return frozenset(place for place, ranks in enumerate(self._ranks.sum_(flags).tolist()) if ranks)
@@ -395,7 +402,7 @@ class Directions:
     def _correct(
         self, matrices: Sequence[_Matrix], factor: float, noise: Mapping[int, float]
     ) -> dict[int, torch.Tensor]:
-        """Return D - U of each matrix, by its place."""
+        """Return D - U of each matrix, keyed by the matrix's index."""
         by_device: dict[torch.device, list[_Matrix]] = {}
         for matrix in sorted(matrices, key=lambda matrix: (matrix.shape.rows, matrix.shape.columns)):
             by_device.setdefault(matrix.parameter.device, []).append(matrix)
@@ -408,7 +415,7 @@ class Directions:
         return corrected
 
     def _levels_on(self, device: torch.device, levels: list[float]) -> torch.Tensor:
-        """Return `levels` on `device`; reuse the tensor of the previous step if no measurement arrived since."""
+        """Return `levels` on `device`; reuse the previous step's tensor if no new measurement has arrived."""
         before, tensor = self._levels.get(device, ([], None))
         if tensor is None or before != levels:
             tensor = to_device(levels, torch.float32, device)
@@ -416,14 +423,14 @@ class Directions:
         return tensor
 
     def _level(self, matrix: _Matrix, noise: Mapping[int, float]) -> float:
-        """Return nu of a matrix; NaN for one that was added since the last measurement."""
+        """Return nu of a matrix, or NaN if the matrix was added after the last measurement."""
         variance = noise.get(matrix.index, math.nan)
         return noise_level(variance, matrix.group["momentum"], matrix.shape.rows, self._damping)
 
     def _exchange(
         self, shares: Sequence[Sequence[_Matrix]], corrected: Mapping[int, torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """Return the corrections of all ranks by place, equal on all ranks; `corrected` is this rank's share."""
+        """Return the corrections of all ranks by index, equal on all ranks; `corrected` is this rank's share."""
         most = max(sum(matrix.parameter.numel() for matrix in share) for share in shares)
         own = [corrected[matrix.index].reshape(-1) for matrix in shares[self._ranks.rank]]
         device = shares[0][0].parameter.device

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-_SLOW, _FAST = 0.9, 0.5  # of averages over measured steps
+_SLOW, _FAST = 0.9, 0.5  # decays of the averages over measured steps
 
 
 def gradient_variability(norm_sq: float, previous_norm_sq: float) -> float:
@@ -24,15 +24,15 @@ def gradient_variability(norm_sq: float, previous_norm_sq: float) -> float:
 def noise_moments(small_norm_sq: float, large_norm_sq: float, samples: float) -> tuple[float, float]:
     """Return |G|^2 and tr(Sigma)/B without bias, from gradients of two sizes (McCandlish et al. 2018, appendix A.1).
 
-    `small_norm_sq`: mean of |g_i|^2 over `samples` parts of the batch; `large_norm_sq`: |mean of g_i|^2.
-    Either result may be negative on a single step: average over steps before taking a ratio.
+    `small_norm_sq`: mean of |g_i|^2 over `samples` parts of the batch; `large_norm_sq`: |mean of g_i|^2. Either result
+    may be negative in a single step, so average over steps before computing a ratio.
     """
     noise = (small_norm_sq - large_norm_sq) / (samples - 1.0)
     return large_norm_sq - noise, noise
 
 
 def is_usable(small_norm_sq: float, large_norm_sq: float, samples: float) -> bool:
-    """Return False if a step's numbers cannot be used: norms are infinite or zero, or the batch has a single part."""
+    """Return False if a step's numbers cannot be used: norms are infinite or zero, or the batch has only one part."""
     return samples > 1.0 and math.isfinite(small_norm_sq + large_norm_sq) and large_norm_sq > 0.0
 
 
@@ -45,12 +45,12 @@ def noise_gain(signal: float, noise: float, batch_ratio: float) -> float:
     if signal + noise <= 0.0 or not math.isfinite(signal + noise):
         return 1.0
     gain = (signal + noise * batch_ratio) / (signal + noise)
-    return min(max(gain, 1.0), batch_ratio)  # rounding of subnormal estimates may step outside
+    return min(max(gain, 1.0), batch_ratio)  # rounding of subnormal estimates may exceed the bounds
 
 
 @dataclass
 class NoiseAverage:
-    """Exponential averages over measured steps; plain floats, equal on all ranks.
+    """Exponential averages over measured steps, as floats that are equal on all ranks.
 
     `signal`, `noise`: |G|^2 and S/B with decay 0.9, for the noise scale. `slow`, `fast`: the share of noise in a step's
     |g|^2, with decays 0.9 and 0.5, for the gain. In an average of shares, every step has the same weight, whereas a
@@ -78,13 +78,15 @@ class NoiseAverage:
     def gain(self, batch_ratio: float, noise_weight: float = 1.0) -> float:
         """Return AdaScale's gain for `batch_ratio` = B / b_small, with the noise times `noise_weight`; 1 without data.
 
-        It uses the lower of the two shares, so the gain falls as soon as gradients begin to agree, and rises slowly.
+        The lower of the two shares is used, so the gain falls as soon as gradients begin to agree, and rises slowly.
         """
         share = min(self.slow, self.fast)
         return noise_gain(1.0 - share, noise_weight * share, batch_ratio) if self.count else 1.0
 
     def change_batch(self, factor: float) -> None:
-        """Convert the averages to a global batch `factor` times as large: noise falls in proportion."""
+        """Convert the averages to a global batch size that is `factor` times as large, where noise is proportionally
+        lower.
+        """
         self.noise /= factor
         for name in ("slow", "fast"):
             noise = getattr(self, name) / factor

@@ -1,4 +1,4 @@
-"""TulaOptimizer: wraps any optimizer and scales its steps at a large batch by the same factor on every rank.
+"""Wraps any optimizer, and scales its steps at a large batch size by the same factor on every rank.
 
 w <- w - r eta u        u: the wrapped optimizer's update, which `gain` turns under SGD; eta: its learning rate;
                         r: the policy's factor, under `ags` and `static` one for each element
@@ -33,8 +33,8 @@ from tula_agent.torch_private import is_sharded
 _STATE_KEY, _FACTOR_KEY = "tula", "tula_factor"
 
 OWN_RATE = (
-    "the wrapped optimizer changes its learning rate within step(): its changes are kept in proportion, but a rate "
-    "that it sets there is not scaled; set rates outside of step(), or wrap the optimizer that it steps"
+    "the wrapped optimizer changes its learning rate within step(), where relative changes are kept, but a new rate is "
+    "not scaled: set learning rates outside step(), or wrap the optimizer inside the wrapped one"
 )
 
 
@@ -46,22 +46,24 @@ def _of_inner(name: str) -> Any:
 class TulaOptimizer(torch.optim.Optimizer):
     """Wraps `optimizer`, scales its steps, and delegates everything else.
 
-    It wraps `step` rather than hooking into it, for three reasons: it can restore the learning rate even if the step
-    raises, a GradScaler always unscales first (also for fused optimizers), and its state is part of `state_dict`.
+    The class wraps `step` instead of using hooks for three reasons: the learning rate is restored even if the step
+    raises, a GradScaler always unscales first (even for fused optimizers), and the scaling state is part of
+    `state_dict`.
 
-    policy: a policy from `tula_agent.scaling`, or the name of one with its defaults. `Gain()` multiplies the learning
-    rate by the noise gain and turns the steps of matrices under SGD; under other optimizers it multiplies by the gain's
-    square root. `Ags()` applies Algorithm 1 and `Static(scale)` equation 8, to the gradient under plain SGD and to the
-    update under any other optimizer. `Measure()` only measures the gradient noise scale. `Off()`, named `none`, does
-    nothing. global_batch_size: B, examples per step over all ranks; if omitted, B is counted from the observed batches.
-    small_batch_size: b_small, the batch size at which the learning rate was chosen; by default, the batch of one rank
-    or micro-step. process_group: the group of the ranks that share the model.
+    policy: a policy from `tula_agent.scaling`, or the name of a policy, which is used with its defaults. `Gain()`
+    multiplies the learning rate by the noise gain and turns the steps of matrices under SGD; under other optimizers, it
+    multiplies by the gain's square root. `Ags()` applies Algorithm 1, and `Static(scale)` applies equation 8, to the
+    gradient under plain SGD and to the update under any other optimizer. `Measure()` only measures the gradient noise
+    scale. `Off()`, named `none`, does nothing. global_batch_size: B, the number of examples per step over all ranks; if
+    omitted, B is counted from the observed batches. small_batch_size: b_small, the batch size for which the learning
+    rate was chosen; the default is the batch size of one rank or micro-step. process_group: the group of ranks that
+    share the model.
 
-    Neither the service nor a checkpoint ever changes these arguments. Every rank must construct it with the same
-    arguments and step equally often (the ranks reduce a few numbers with the measurements). Raises TypeError if
-    `optimizer` is not an optimizer. Raises ValueError for a number out of range, for a group without `lr`, and for
-    sharded parameters (FSDP, tensor parallelism), since no rank keeps its own gradient of these for comparison. The
-    first `step` raises ValueError for a `small_batch_size` without any global batch size.
+    Neither the service nor a checkpoint ever changes these arguments. Every rank must construct the optimizer with the
+    same arguments and take the same number of steps, since the ranks reduce measurements together. Raises TypeError if
+    `optimizer` is not an optimizer. Raises ValueError if a number is out of range, if a parameter group has no `lr`, or
+    if parameters are sharded (FSDP, tensor parallelism), since no rank then keeps its own gradient for comparison. The
+    first `step` raises ValueError if `small_batch_size` is given but the global batch size is unknown.
     """
 
     _step_supports_amp_scaling = False  # GradScaler must unscale first, whatever the wrapped optimizer supports
@@ -78,9 +80,9 @@ class TulaOptimizer(torch.optim.Optimizer):
         _refuse_unusable(optimizer)
         for name, size in (("global_batch_size", global_batch_size), ("small_batch_size", small_batch_size)):
             if size is not None and size < 1:
-                raise ValueError(f"{name} is {size}: give 1 or more examples")
+                raise ValueError(f"{name} is {size}: use 1 or more examples")
         self._inner = optimizer
-        # How the base class sets up an instance that it did not initialise; it registers no parameter twice.
+        # Set up the base class without its `__init__`, which would register the parameters a second time.
         super().__setstate__({})
         self._arguments = {"global_batch_size": global_batch_size, "small_batch_size": small_batch_size}
         self._process_group = process_group
@@ -91,12 +93,12 @@ class TulaOptimizer(torch.optim.Optimizer):
         self._closed = self._size_known = False
         self._prepare()
 
-    # Schedulers and frameworks read and replace these three, which belong to the wrapped optimizer.
+    # Schedulers and frameworks read and replace these three attributes, which belong to the wrapped optimizer.
     param_groups: list[dict[str, Any]] = _of_inner("param_groups")
     state: Any = _of_inner("state")
     defaults: dict[str, Any] = _of_inner("defaults")
 
-    # A state that the wrapped optimizer makes and loads passes its own hooks.
+    # The wrapped optimizer creates and loads its state, so its own hooks apply to this state.
     register_state_dict_pre_hook = _of_inner("register_state_dict_pre_hook")
     register_state_dict_post_hook = _of_inner("register_state_dict_post_hook")
     register_load_state_dict_pre_hook = _of_inner("register_load_state_dict_pre_hook")
@@ -109,33 +111,33 @@ class TulaOptimizer(torch.optim.Optimizer):
 
     @property
     def numbers(self) -> Numbers:
-        """Return the numbers in force on all ranks."""
+        """Return the values that are in force on all ranks."""
         return numbers_in_force(self.policy, self._arguments["small_batch_size"], self._statistics.served)
 
     @property
     def progress(self) -> float:
-        """Return the number of steps so far, each counted as its `gain` factor (AdaScale's progress) or as 1.
+        """Return the number of steps so far, each weighted with its `gain` factor (AdaScale's progress) or with 1.
 
-        The number is equal on all ranks. If a step is worth r steps at the small batch, a schedule in steps of the
-        small batch continues at this position: `scheduler = LambdaLR(optimizer, lambda _: decay(optimizer.progress))`.
+        The number is equal on all ranks. If a step replaces r steps at the small batch size, a schedule for the small
+        batch size continues at this position: `scheduler = LambdaLR(optimizer, lambda _: decay(optimizer.progress))`.
         """
         return self._progress
 
     def use_served(self, served: Served) -> None:
-        """Request the service's numbers; the first rank's request takes effect on all ranks in the step after a
+        """Request the values in `served`; the first rank's request applies to all ranks in the step after a
         measurement.
 
-        This is safe to call from another thread, since it assigns a single reference.
+        This method can safely be called from another thread, since it assigns a single reference.
         """
         self._statistics.pulled = served
 
     def observe_batch(self, batch: Any, *, size: float | None = None, share: float | None = None) -> None:
-        """Observe this rank's batch of the step or micro-step (nested tensors with the examples as first dimension).
+        """Observe this rank's batch of a step or micro-step (nested tensors whose first dimension counts examples).
 
         size: the size to count instead of the number of examples, such as the number of tokens for sequences of unequal
         length; batch sizes and the noise scale are then in tokens. share: the fraction of each batch that the script
-        gets from now on; the agent sets it while a launch measures smaller batches, and B is this fraction of
-        `global_batch_size`. A reference to the last batch is kept until `step`.
+        receives from now on; the agent sets it while a launch measures smaller batch sizes, and B is then this fraction
+        of `global_batch_size`. A reference to the last batch is kept until `step`.
         """
         self._statistics.observe(batch, size)
         if share is not None:
@@ -155,8 +157,8 @@ class TulaOptimizer(torch.optim.Optimizer):
         """Take one scaled step; `closure` is evaluated once, before the factor is computed. The first step is not
         scaled.
 
-        A step without a backward pass at a learning rate of 0 runs the wrapped optimizer unchanged and is not counted;
-        torch.distributed.checkpoint takes such a step to create an optimizer's state.
+        A step without a backward pass and with a learning rate of 0 runs the wrapped optimizer unchanged and is not
+        counted; torch.distributed.checkpoint takes such a step to create an optimizer's state.
         """
         loss = None
         if closure is not None:
@@ -186,17 +188,19 @@ class TulaOptimizer(torch.optim.Optimizer):
         return not self._statistics.tap.seen and on_host and not any(rates)
 
     def _refuse_unknown_batch(self) -> None:
-        """Raise ValueError for b_small without B: the ceiling of the factors would be several times too high."""
+        """Raise ValueError if b_small is given but B is unknown, since the maximum factor would be several times too
+        high.
+        """
         needed = self._arguments["small_batch_size"] is not None and self.policy.name in ("gain", "ags")
         if needed and self._statistics.batch_size is None and not self._statistics.observed:
             raise ValueError(
-                "small_batch_size is given without the global batch size: "
-                "give TulaOptimizer global_batch_size=, or call observe_batch with each batch"
+                "small_batch_size is given, but the global batch size is unknown: "
+                "pass global_batch_size= to TulaOptimizer, or call observe_batch with each batch"
             )
         self._size_known = True
 
     def _apply(self, factors: float | GatedFactors) -> None:
-        """Take the wrapped optimizer's step, scaled; only this method applies factors to weights."""
+        """Take the wrapped optimizer's step with `factors`; only this method applies factors to weights."""
         if isinstance(factors, float):
             if scaled_step(self._inner, factors):
                 self._statistics.warn(OWN_RATE)
@@ -211,7 +215,7 @@ class TulaOptimizer(torch.optim.Optimizer):
                 parameter.grad.mul_(_gated(factor, factors.gate).to(parameter.device, parameter.grad.dtype))
             self._inner.step()
             return
-        # w <- w_before + s (w - w_before), which is exactly w where the gate is 0 or s is 1.
+        # w <- w_before + s (w - w_before), which is exactly w if the gate is 0 or s is 1.
         before = [p.detach().clone() for p, _ in scaled]
         self._inner.step()
         for (parameter, factor), old in zip(scaled, before, strict=True):
@@ -224,12 +228,12 @@ class TulaOptimizer(torch.optim.Optimizer):
         self._statistics.tap.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as the wrapped optimizer does; its parameters are watched from the next backward pass on."""
+        """Add a group to the wrapped optimizer; the group's parameters are watched from the next backward pass on."""
         self._inner.add_param_group(param_group)
         self._prepare()
 
     def telemetry(self) -> dict[str, float]:
-        """Return the values of the last steps by telemetry column, as far as they have reached the host."""
+        """Return the values of the last steps that have reached the host, keyed by telemetry column."""
         numbers, rule = self.numbers, None if self._closed else self._rule
         base = {"thresholds_version": float(self._statistics.served.version), "step": float(self._steps)}
         if self.policy.name in ("ags", "static"):
@@ -240,12 +244,12 @@ class TulaOptimizer(torch.optim.Optimizer):
         return {**{name: value for name, value in measured.items() if not math.isnan(value)}, **base}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state and, as `tula` in the first group, all numbers that determine the next
+        """Return the wrapped optimizer's state; `tula` in the first group has all numbers that determine the next
         factors.
 
-        The entry is equal on all ranks. It is part of the group because torch.distributed.checkpoint, ZeRO and FSDP's
-        helpers keep a group's values, and it has the same length under every policy because they load in place. The
-        factors of `ags` are in the state of their parameters.
+        The entry `tula` is equal on all ranks. It is part of the group because torch.distributed.checkpoint, ZeRO and
+        FSDP's helpers save a group's values, and it has the same length under every policy because they load values in
+        place. The factors of `ags` are in the state of their parameters.
         """
         kind = -1.0 if self._rule is None else float(isinstance(self._rule, AgsRule))
         rule = [] if self._rule is None else self._rule.state()
@@ -263,13 +267,13 @@ class TulaOptimizer(torch.optim.Optimizer):
         return {**saved, "state": state, "param_groups": [{**first, _STATE_KEY: own}, *rest]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue bit for bit from `state_dict`; without its entry `tula`, scaling starts afresh.
+        """Continue bit for bit from `state_dict`; if it has no entry `tula`, scaling starts afresh.
 
-        This optimizer keeps its own policy and arguments. Measurements made under another policy are ignored.
+        This optimizer keeps its own policy and arguments. Measurements from another policy are ignored.
         """
         first, *rest = state_dict["param_groups"]
         groups = [{key: value for key, value in first.items() if key != _STATE_KEY}, *rest]
-        # By name, where torch.distributed.checkpoint loads them, else by place.
+        # These are names if torch.distributed.checkpoint loads the state, or else indices.
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         factors = [state_dict["state"].get(key, {}).get(_FACTOR_KEY) for key in keys]
         state = {
@@ -300,14 +304,14 @@ class TulaOptimizer(torch.optim.Optimizer):
         self._statistics.tap.close()
 
     def __getattr__(self, name: str) -> Any:
-        # For example, train() and eval() of schedule-free optimizers; never this object's own fields, which may not
-        # exist yet.
+        # Delegate, for example, train() and eval() of schedule-free optimizers, but not this object's own fields, which
+        # may not exist yet.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._inner, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a TulaOptimizer holds hooks and process groups and can't be pickled: save its state_dict()")
+        raise TypeError("a TulaOptimizer contains hooks and process groups and can't be pickled: save its state_dict()")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TulaOptimizer:
         copied = TulaOptimizer(
@@ -336,33 +340,34 @@ def _rule(statistics: GradientStatistics, policy: Policy) -> GainRule | AgsRule 
 
 def _refuse_unusable(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}: give a torch.optim.Optimizer")
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("optimizer is LBFGS, whose line search undoes any scaling: use a first-order optimizer")
     if is_sharded(p for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
-            "optimizer holds sharded parameters: FSDP keeps no rank's own gradient, which TulaOptimizer needs for "
-            "comparison; use DDP, or train without TulaOptimizer"
+            "optimizer has sharded parameters, of which no rank keeps its own gradient for the comparison that "
+            "TulaOptimizer makes: use DDP, or train without TulaOptimizer"
         )
     if any(group.get("lr") is None for group in optimizer.param_groups):
         raise ValueError(
-            "optimizer sets its own learning rate (lr is None): give it one, which TulaOptimizer can scale"
+            "optimizer sets its own learning rate (lr is None): set lr to a number that TulaOptimizer can scale"
         )
 
 
 def scaled_step(optimizer: torch.optim.Optimizer, factor: float) -> bool:
-    """Take a step with every group's learning rate times `factor`; rates are restored exactly, even if it raises.
+    """Take a step with every group's learning rate times `factor`; restore the rates exactly, even if the step raises.
 
     For SGD, Adam and their variants, the update is linear in the learning rate, so this scales the update, including
-    decoupled weight decay, without touching a tensor. If the step changed a rate, the change is kept in proportion and
-    the function returns True; rates that are tensors are not checked, since that would wait for the device.
+    decoupled weight decay, without an operation on the update's tensors. If the step changes a rate, the relative
+    change is kept and the function returns True. Rates that are tensors are not checked, since a check would wait for
+    the device.
     """
     if factor == 1.0:
         optimizer.step()
         return False
-    groups = list(optimizer.param_groups)  # the step may add one
+    groups = list(optimizer.param_groups)  # the step may add a group
     kept = [group["lr"] for group in groups]
-    # A tensor passed to an optimizer becomes the rate of every group that has no rate of its own.
+    # If a tensor is passed to an optimizer as its rate, all groups without a separate rate share this tensor.
     tensors = {id(rate): (rate, rate.clone()) for rate in kept if isinstance(rate, torch.Tensor)}
     for rate, _ in tensors.values():
         rate.mul_(factor)
@@ -384,5 +389,5 @@ def scaled_step(optimizer: torch.optim.Optimizer, factor: float) -> bool:
 
 
 def _gated(factor: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Return `factor` if the gate is open (1), else exactly 1."""
+    """Return `factor` if the gate is open (1), or else exactly 1."""
     return torch.where(gate.to(factor.device) > 0, factor, torch.ones_like(factor))

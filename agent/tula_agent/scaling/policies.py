@@ -1,6 +1,7 @@
-"""Defines the policies of `TulaOptimizer`, and which of their numbers are in force.
+"""Defines the policies of `TulaOptimizer`, and which of their values are in force.
 
-A number from the script takes precedence, then a number that a user set at the service (`Served`), then the default.
+A value from the script takes precedence over a value that a user set on the service (`Served`), which takes precedence
+over the default.
 """
 
 from __future__ import annotations
@@ -19,28 +20,29 @@ from tula_wire.bounds import MAX_DELTA, MAX_FACTOR, MIN_DELTA, MIN_FACTOR, NOISE
 from tula_wire.problems import remedy
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
-"""Function that returns the mean loss of the bare module on a batch, under autocast if training uses it."""
+"""Function that returns the mean loss of the unwrapped module on a batch, with autocast if training uses autocast."""
 
-_DEFAULT_DELTA, _DEFAULT_S_MIN = 0.5, 1e-3  # of Algorithm 1
+_DEFAULT_DELTA, _DEFAULT_S_MIN = 0.5, 1e-3  # from Algorithm 1
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The default: multiplies the learning rate by the noise gain of earlier steps; under Adam, by its square root.
+    """Default policy: multiplies the learning rate by the noise gain of earlier steps or, under Adam, by its square
+    root.
 
-    Under torch's SGD the steps of matrices also turn to directions that noise does not dominate (`direction`).
-    Embeddings keep their steps, and so does a parameter group with `direction=False`.
+    Under torch's SGD, the steps of matrices are also turned to directions that noise does not dominate (`direction`).
+    The steps of embeddings and of parameter groups with `direction=False` are not turned.
 
-    s_max: the largest factor; the default is B / b_small, which is also the upper limit.
-    spike_limit: while the gain is above 1, gradients longer than this multiple of the usual length are clipped to it;
-    None turns clipping off.
+    s_max: the maximum factor; the default is B / b_small, which is also the upper limit.
+    spike_limit: while the gain is above 1, gradients longer than this multiple of the usual length are clipped to this
+    multiple; None turns clipping off.
 
-    The class attributes are the rule's constants, which only experiments change, in a subclass. `noise_weight`: c of
-    the gain. `growth`: the largest ratio between the factors of two consecutive steps; None means no limit.
-    `adaptive_power`: the exponent of the gain under an optimizer that divides by the gradient's size. `damping`: c of
-    the direction; 0 levels all directions, None leaves each step along the gradient. `measure_every`: steps between
-    measurements; None measures each of the first 512 steps, then one in eight. Raises ValueError for a number out of
-    range.
+    The class attributes are the rule's constants, which only experiments change, in a subclass. `noise_weight`: c in
+    the gain. `growth`: the maximum ratio between the factors of two consecutive steps; None means no limit.
+    `adaptive_power`: the exponent of the gain under an optimizer that divides by the gradient's size. `damping`: c in
+    the direction; 0 gives all directions the same length, and None keeps the direction of the gradient.
+    `measure_every`: the number of steps between measurements; None measures each of the first 512 steps, and then every
+    eighth step. Raises ValueError if a number is out of range.
     """
 
     s_max: float | None = None
@@ -56,12 +58,12 @@ class Gain:
     def __post_init__(self) -> None:
         _check("s_max", self.s_max, MIN_FACTOR, MAX_FACTOR)
         if self.spike_limit is not None and not self.spike_limit > 1.0:
-            raise ValueError(f"spike_limit is {self.spike_limit}: give a number above 1, or None for no limit")
+            raise ValueError(f"spike_limit is {self.spike_limit}: use a number above 1, or None for no limit")
 
 
 @dataclass(frozen=True)
 class Measure(Gain):
-    """Only measures the gradient noise scale, at each of the first 128 steps and every eighth step after them."""
+    """Only measures the gradient noise scale, in each of the first 128 steps and then in every eighth step."""
 
     name: ClassVar = "measure"
 
@@ -73,11 +75,11 @@ class Ags:
 
     delta: a step is sensitive if its gradient variability (equation 5) is at least delta; 0.5 by default.
     s_min, s_max: bounds of every factor; 0.001 and sqrt(B / b_small) by default.
-    steps_per_epoch: number of steps between two computations of the factors; by default, they are computed after the
-    first step that follows a call of `TulaOptimizer.next_epoch`, which `run.steps` makes.
-    model, loss: if given, a second backward pass on part of the batch gives the gradient at b_small
-    (`loss(module, batch)` is the mean loss); `TulaOptimizer.observe_batch` must then get each batch. Without them,
-    ranks and micro-steps serve as small batches. Raises ValueError for a number out of range.
+    steps_per_epoch: number of steps between two computations of the factors; by default, the factors are computed in
+    the first step after a call of `TulaOptimizer.next_epoch`, which `run.steps` calls.
+    model, loss: if both are given, a second backward pass on part of the batch computes the gradient at b_small
+    (`loss(module, batch)` is the mean loss), and each batch must be passed to `TulaOptimizer.observe_batch`. Otherwise,
+    ranks and micro-steps are used as small batches. Raises ValueError if a number is out of range.
     """
 
     delta: float | None = None
@@ -94,21 +96,19 @@ class Ags:
         _check("s_min", self.s_min, MIN_FACTOR, MAX_FACTOR)
         _check("s_max", self.s_max, MIN_FACTOR, MAX_FACTOR)
         if self.s_max is not None and self.s_max < (self.s_min or _DEFAULT_S_MIN):
-            raise ValueError(
-                f"s_max is {self.s_max}, below s_min = {self.s_min or _DEFAULT_S_MIN}: give s_max >= s_min"
-            )
+            raise ValueError(f"s_max is {self.s_max}, below s_min = {self.s_min or _DEFAULT_S_MIN}: use s_max >= s_min")
         if self.steps_per_epoch is not None and self.steps_per_epoch < 1:
-            raise ValueError(f"steps_per_epoch is {self.steps_per_epoch}: give 1 or more")
+            raise ValueError(f"steps_per_epoch is {self.steps_per_epoch}: use 1 or more")
         if (self.model is None) != (self.loss is None):
-            raise ValueError("a probe needs both model and loss: give both, or neither")
+            raise ValueError("a probe needs both model and loss: pass both or neither")
 
 
 @dataclass(frozen=True)
 class Static:
     """Equation 8 of the paper: the same factor for every step that is not sensitive.
 
-    scale: the factor; by default the service's, or 1 until the service has one. delta: as in `Ags`.
-    Raises ValueError for a number out of range.
+    scale: the factor; the default is the service's value, or 1 until the service has one. delta: as in `Ags`. Raises
+    ValueError if a number is out of range.
     """
 
     scale: float | None = None
@@ -123,7 +123,7 @@ class Static:
 
 @dataclass(frozen=True)
 class Off:
-    """Does nothing."""
+    """Policy that does nothing."""
 
     name: ClassVar = "none"
 
@@ -133,17 +133,17 @@ POLICIES: Mapping[str, type[Policy]] = {kind.name: kind for kind in (Gain, Measu
 
 
 def policy_named(policy: Policy | str) -> Policy:
-    """Return the given policy, or the policy of this name with its defaults. Raises ValueError for an unknown name."""
+    """Return `policy`, or the policy with this name and its defaults. Raises ValueError if the name is unknown."""
     if not isinstance(policy, str):
         return policy
     if policy not in POLICIES:
-        raise ValueError(f"policy is {policy!r}: give one of {', '.join(POLICIES)}, or an object such as Gain(s_max=4)")
+        raise ValueError(f"policy is {policy!r}: use one of {', '.join(POLICIES)}, or an object such as Gain(s_max=4)")
     return POLICIES[policy]()
 
 
 @dataclass(frozen=True)
 class Served:
-    """Numbers that a user set at the service for the script's policy; `version` is 0 until they have been pulled."""
+    """Values that a user set on the service for the script's policy; `version` is 0 until they have been pulled."""
 
     version: int = 0
     delta: float | None = None
@@ -154,9 +154,9 @@ class Served:
 
     @classmethod
     def from_answer(cls, answer: Mapping[str, Any], policy: str) -> Served:
-        """Parse the service's answer, ignoring numbers of other policies and unknown fields.
+        """Parse the service's response, ignoring values for other policies and unknown fields.
 
-        Raises ValueError that names a field with a wrong type or a value out of range.
+        Raises ValueError, which names the field, if a field has a wrong type or its value is out of range.
         """
         names = [field.name for field in fields(cls)]
         numbers = {name: answer[name] for name in (*names, "policy") if answer.get(name) is not None}
@@ -170,16 +170,16 @@ class Served:
         if read.s_min is not None and read.s_max is not None and read.s_max < read.s_min:
             raise ValueError(f"s_max = {read.s_max:g} is below s_min = {read.s_min:g}")
         served = cls(**{name: getattr(read, name) for name in names})
-        # The first version has no numbers, so there is nothing to apply.
+        # The first version has no values, so there is nothing to apply.
         return cls() if served == cls(version=1) else served
 
     def to_vector(self) -> list[float]:
-        """Return the numbers as a vector to exchange over ranks with a measurement: NaN for None, exact in float64."""
+        """Return the values as a vector for an exchange between ranks; None becomes NaN, and float64 is exact."""
         return [float("nan") if value is None else float(value) for value in vars(self).values()]
 
     @classmethod
     def from_vector(cls, numbers: Sequence[float]) -> Served:
-        """Return the numbers in a vector from `to_vector`."""
+        """Return the values in a vector that `to_vector` returned."""
         given = {field.name: x for field, x in zip(fields(cls), numbers, strict=True) if x == x}
         for name in ("version", "small_batch_size"):
             if name in given:
@@ -192,7 +192,7 @@ SERVED_SLOTS = len(fields(Served))
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers in force. If `s_max` is None, the policy's default applies."""
+    """Values that are in force; if `s_max` is None, the policy's default applies."""
 
     small_batch_size: int | None
     delta: float
@@ -202,9 +202,9 @@ class Numbers:
 
 
 def numbers_in_force(policy: Policy, small_batch_size: int | None, served: Served) -> Numbers:
-    """Return each number from the script, else from the service, else the default.
+    """Return each value from the script, or else from the service, or else the default.
 
-    A bound from the service that contradicts a bound of the script is ignored, since users set bounds without seeing
+    A bound from the service that contradicts a bound in the script is ignored, since users of the service do not see
     the script.
     """
 
@@ -230,4 +230,4 @@ def numbers_in_force(policy: Policy, small_batch_size: int | None, served: Serve
 
 def _check(name: str, value: float | None, least: float, most: float) -> None:
     if value is not None and not least <= value <= most:
-        raise ValueError(f"{name} is {value}: give a number from {least:g} to {most:g}")
+        raise ValueError(f"{name} is {value}: use a number from {least:g} to {most:g}")

@@ -1,4 +1,4 @@
-"""Pulls the numbers that a user set at the service for a job's gradient scaling."""
+"""Pulls the values that a user set on the service for a job's gradient scaling."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ RETRY_S = 10.0
 
 
 class ServedNumbers:
-    """Pulls the numbers on the first rank's shipping thread, at the start and, for `ags` and `static`, after each
-    epoch.
+    """Pulls the values on the first rank's shipping thread, at the start and, for `ags` and `static`, after each epoch.
 
-    optimizer: a `TulaOptimizer`, held weakly. An invalid answer is ignored (the first time with a warning) and
-    requested again.
+    optimizer: a `TulaOptimizer`, to which only a weak reference is kept. An invalid response is ignored (the first time
+    with a warning), and the request is repeated.
     """
 
     def __init__(self, job_id: str, optimizer: Any) -> None:
@@ -40,7 +39,7 @@ class ServedNumbers:
         return self._optimizer() is not None
 
     def poll(self, transport: Transport) -> None:
-        """Send one request if an epoch began since the last answer; retry later if the service did not answer."""
+        """Send one request if an epoch has begun since the last response; retry later if the request fails."""
         optimizer = self._optimizer()
         if optimizer is None:
             return
@@ -59,7 +58,7 @@ class ServedNumbers:
             optimizer.use_served(Served.from_answer(reply.body, self._policy))
         except ValueError as error:
             if not self._warned:
-                logger.warning("the service's numbers of gradient scaling are ignored: %s", error)
+                logger.warning("the service's gradient-scaling values are ignored: %s", error)
             self._warned = True
             return
         self._pulled_in, self._due, self._etag = epoch, 0.0, reply.etag

@@ -1,4 +1,4 @@
-"""Sums over ranks. Every number that can change a weight comes from such a sum, so that it is equal on all ranks."""
+"""Sums values over ranks. Every number that can change a weight is such a sum, so that it is equal on all ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tula_agent.readings import HostCopy
 
 @dataclass
 class AsyncReduction:
-    """A reduced vector that is being copied to the host; `values` waits only for work that was queued earlier."""
+    """A reduced vector that is being copied to the host; `values` waits only for operations queued earlier."""
 
     vector: torch.Tensor
     event: torch.cuda.Event | None = None
 
     def values(self) -> list[float]:
-        """Return the numbers, the same on every rank."""
+        """Return the numbers, which are the same on every rank."""
         if self.event is not None:
             self.event.synchronize()
         return [float(x) for x in self.vector.tolist()]
@@ -47,14 +47,14 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Return True on the rank whose thresholds count."""
+        """Return True on the first rank, whose thresholds apply to all ranks."""
         return self.size == 1 or dist.get_rank(self._group) == 0
 
     def portion(self, sizes: Sequence[int]) -> list[bool]:
         """Return, for each tensor of these sizes, whether this rank reads it for a sum over ranks.
 
         All ranks have the same tensors. Exactly one rank reads each tensor, and all ranks read about the same amount,
-        so N ranks need an Nth of the time.
+        so with N ranks, reading takes 1/N of the time.
         """
         if self.size == 1:
             return [True] * len(sizes)
@@ -71,13 +71,13 @@ class Ranks:
         """Return the `parcel` of each rank, in the order of ranks; all parcels have the same size and type."""
         if self.size == 1:
             return [parcel]
-        raw = parcel.view(torch.uint8)  # gloo knows no bfloat16
+        raw = parcel.view(torch.uint8)  # gloo does not support bfloat16
         received = [torch.empty_like(raw) for _ in range(self.size)]
         dist.all_gather(received, raw, group=self._group)
         return [part.view(parcel.dtype) for part in received]
 
     def send(self, vector: torch.Tensor) -> AsyncReduction:
-        """Start summing `vector` over ranks and copying the sum to the host; on a GPU neither host nor device waits.
+        """Start summing `vector` over ranks and copying the sum to the host; on a GPU, nothing waits.
 
         The reduction and then the copy to the host are queued on the stream. On a CPU this waits for the sum, because
         gloo aborts a process that ends while a reduction is in flight, and there may be no later step to wait for it.
@@ -87,7 +87,7 @@ class Ranks:
 
 @lru_cache(maxsize=8)
 def owners(sizes: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """Return the rank that reads each tensor: in order of size, largest first, each goes to the least loaded rank."""
+    """Return the rank that reads each tensor; in descending order of size, each goes to the least loaded rank."""
     loads = [(0, rank) for rank in range(ranks)]
     rank_of = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):

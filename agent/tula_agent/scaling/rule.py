@@ -1,9 +1,9 @@
-"""The rule of `gain`: multiply the learning rate by a noise gain that is measured at one step and used from the next.
+"""The rule of policy `gain`, which multiplies the learning rate by a noise gain that is measured in earlier steps.
 
     r = (|G|^2 + c S/b) / (|G|^2 + c S/B),   c = 4,   in [1, B/b],   at most 1.1 times the previous step's r
 
 Under Adam, the learning rate is multiplied by the square root of r. With c = 1, r is AdaScale's gain (Johnson et al.
-2020, equation 6). `Measure` makes the same measurement, but its factor is 1. `SpikeClip` clips gradients that are
+2020, equation 6). `Measure` performs the same measurement with a factor of 1. `SpikeClip` clips gradients that are
 suddenly much longer than earlier gradients.
 """
 
@@ -23,35 +23,35 @@ from tula_agent.scaling.statistics import DISTURBED, NO_SMALL_BATCH, GradientSta
 from tula_agent.scaling.taps import TapMode
 from tula_agent.torch_private import foreach_mul_, norm_squared, wide_dtype
 
-STATE_SIZE = 13  # length of `GainRule.state` without its number for each parameter
-DENSE_STEPS = 512  # every one of the first steps is measured, then one in eight
-MEASURE_DENSE_STEPS = 128  # of the policy `measure`: a launch of three batches has at most 105 steps
+STATE_SIZE = 13  # length of `GainRule.state` without the numbers for the parameters
+DENSE_STEPS = 512  # each of the first steps is measured, then every eighth
+MEASURE_DENSE_STEPS = 128  # for policy `measure`; a launch of three batch sizes has at most 105 steps
 SPARSE_EVERY = 8
 
 PLAIN = (torch.optim.SGD, torch.optim.ASGD)
-"""Optimizers whose update is proportional to the gradient; others, such as Adam, divide by the gradient's size."""
+"""Optimizers whose update is proportional to the gradient; other optimizers, such as Adam, divide by its size."""
 
 CLIPPED_OFTEN = (
-    "more than one step in ten has far longer gradients than usual, which are clipped, for example because tasks "
-    "alternate: to turn clipping off, give policy=tula_agent.scaling.Gain(spike_limit=None)"
+    "in more than one step in ten, gradients are far longer than usual and are clipped, for example because tasks "
+    "alternate: to turn clipping off, use policy=tula_agent.scaling.Gain(spike_limit=None)"
 )
 LEFT_OUT = (
-    "the steps of the largest matrices stay along the gradient: to turn all would cost more than a twentieth of a "
-    "step, by count of operations; a larger batch has room for more"
+    "the steps of the largest matrices keep the direction of the gradient, because turning all steps would take more "
+    "than a twentieth of a step's operations; with a larger batch, more steps can be turned"
 )
 
-_KEEP = 0.9  # weight of the past in the average norm, per step, and in the noise of a matrix, per measurement
-_OFTEN_CLIPPED = (20, 200)  # one step in ten
-_WHOLE = 2**14  # elements up to which all of a tensor is read
+_KEEP = 0.9  # decay of the average norm, per step, and of a matrix's average noise, per measurement
+_OFTEN_CLIPPED = (20, 200)  # clipped steps, and the steps in which they occur: one in ten
+_WHOLE = 2**14  # number of elements up to which a whole tensor is read
 _SHARE = 64
-"""Only the first rows of a larger tensor are read: as many as contain _WHOLE elements or a 64th of all.
+"""Of a larger tensor, only the first rows are read, which contain _WHOLE elements or a 64th of the tensor.
 
 Reading the whole tensor would take several per cent of a step.
 """
 
 
 def is_plain(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if the update is proportional to the gradient, even inside a wrapper such as ZeRO (`.optim`)."""
+    """Return True if updates are proportional to the gradient, even if the optimizer has a wrapper such as ZeRO."""
     inner: object = optimizer
     while not isinstance(inner, PLAIN):
         inner = getattr(inner, "optim", None) or getattr(inner, "optimizer", None)
@@ -64,8 +64,8 @@ def is_plain(optimizer: torch.optim.Optimizer) -> bool:
 class GainState:
     """Averages and readings of past steps, equal on all ranks.
 
-    `samples`, `norm`: B / b and |G| of the last reading, which was made at step `measured_at`. `variability`: equation
-    5.
+    `samples`, `norm`: B / b and |G| of the last reading, which was taken in step `measured_at`. `variability`: the
+    gradient variability (equation 5).
     """
 
     noise: NoiseAverage
@@ -77,11 +77,10 @@ class GainState:
 
 
 class GainRule:
-    """Computes a factor from past steps only, so that it is independent of the batch that it scales, and no step waits
-    for it.
+    """Computes a factor from past steps only, so that the factor does not depend on the batch that it scales.
 
-    `matrix_noise`: V by matrix, the average noise of its gradient (decay 0.9 per measurement) in the optimizer's unit.
-    `turn` then turns the step that was taken at this factor.
+    No step waits for the factor. `matrix_noise`: V of each matrix, the average noise of its gradient (decay 0.9 per
+    measurement) in the optimizer's unit. `turn` turns the step that was taken with the factor.
     """
 
     def __init__(self, statistics: GradientStatistics, policy: Gain) -> None:
@@ -94,12 +93,12 @@ class GainRule:
         self._state = GainState(NoiseAverage())
         self._reduction: AsyncReduction | None = None
         self._sent_at = -2
-        self._clippable = self._clippable_at_send = 0  # steps in which a long gradient is clipped
-        self._clips_before: tuple[float, int] | None = None  # clipped and clippable steps at the last look
+        self._clippable = self._clippable_at_send = 0  # steps in which a long gradient would be clipped
+        self._clips_before: tuple[float, int] | None = None  # clipped and clippable steps at the last check
         self.matrix_noise: list[float] = []
 
     def next_epoch(self, step: int) -> None:
-        """Do nothing: a gain needs no epochs."""
+        """Do nothing, since a gain does not depend on epochs."""
 
     def wants(self, step: int) -> TapMode | None:
         """Return the sums that the taps must collect during step number `step`."""
@@ -107,7 +106,7 @@ class GainRule:
         return None if step % (self._policy.measure_every or (1 if step < dense else SPARSE_EVERY)) else "tensor"
 
     def factors(self, step: int, numbers: Numbers) -> float:
-        """Return the learning rate's factor from earlier steps; measure this step, and clip it if it is a spike."""
+        """Return the learning rate's factor from earlier steps; measure this step, and clip a gradient that spikes."""
         self._receive()
         measurement = self._measure(numbers)
         factor = self._state.factor = self._factor(numbers)
@@ -122,7 +121,7 @@ class GainRule:
         return factor
 
     def turn(self, factor: float) -> None:
-        """Turn the step that was taken at this factor, if the noise of its matrices is known."""
+        """Turn the step that was taken with `factor`, if the noise of the matrices is known."""
         if self._directions is None or factor <= 1.0 or not self.matrix_noise:
             return
         noise = dict(zip(self._statistics.matrices, self.matrix_noise, strict=True))
@@ -143,7 +142,7 @@ class GainRule:
         return min(max(gain, 1.0), ratio if numbers.s_max is None else min(numbers.s_max, ratio))
 
     def _receive(self) -> None:
-        """Add the reading that was sent at an earlier step to the averages."""
+        """Add the reading that was sent in an earlier step to the averages."""
         if self._reduction is None:
             return
         (*values, clipped), self._reduction = self._reduction.values(), None
@@ -160,21 +159,21 @@ class GainRule:
         before = statistics.batch_size
         statistics.count(reading.examples)
         now = statistics.batch_size
-        if before and now and now != before:  # as in a launch that measures several batches
+        if before and now and now != before:  # as in a launch of several batch sizes
             self._change_batch(now / before)
-        state.noise.update(*moments)  # at the present batch, to which `_change_batch` has converted the averages
+        state.noise.update(*moments)  # `_change_batch` has converted the averages to this batch size
         kept = self.matrix_noise if len(self.matrix_noise) == len(noise) else noise
         self.matrix_noise = [_KEEP * old + (1.0 - _KEEP) * new for old, new in zip(kept, noise, strict=True)]
-        # Equation 5 compares a step with the one before it, so it is unknown while only one step in eight is measured.
+        # Equation 5 compares consecutive steps, so its result is unknown while only every eighth step is measured.
         norm, follows = math.sqrt(float(reading.norm_sq)), self._sent_at == state.measured_at + 1
         state.variability = gradient_variability(norm**2, state.norm**2) if follows else math.nan
         state.samples, state.norm, state.measured_at = moments[2], norm, self._sent_at
 
     def _judge_clips(self, clipped: float) -> None:
-        """Warn if long gradients come regularly, since the clip then suppresses a part of training.
+        """Warn if long gradients occur regularly, since clipping then suppresses a part of training.
 
-        The first 200 steps do not count: without normalization layers, one in five of them is a spike, which is what
-        the clip is for.
+        The first 200 steps are ignored: without normalization layers, one in five of them is a spike, which should be
+        clipped.
         """
         most, steps = _OFTEN_CLIPPED
         before = self._clips_before
@@ -189,16 +188,16 @@ class GainRule:
         self.matrix_noise = [noise / factor for noise in self.matrix_noise]
 
     def _measure(self, numbers: Numbers) -> torch.Tensor | None:
-        """Return the step's measurement, to be summed over ranks."""
+        """Return this rank's measurement of the step, which must be summed over ranks."""
         statistics = self._statistics
         if statistics.tap.mode is None:
             return None
         if statistics.ranks.size > 1 or statistics.tap.parts >= 2:
             places = () if self._directions is None else self._directions.plan(statistics.batch_size)
-            if places != statistics.matrices:  # no measurement is on its way here, so none has other matrices
+            if places != statistics.matrices:  # no measurement is in flight, so none is for other matrices
                 statistics.matrices, self.matrix_noise = places, []
             return statistics.measure()
-        # No measurement is received here, so the service's numbers are only pulled, and the batch is only observed.
+        # Without measurements, the ranks do not share the service's values or count the batch, so use this rank's.
         small = numbers.small_batch_size or statistics.pulled.small_batch_size
         larger = small is not None and (statistics.batch_size or statistics.observed) > small
         if self._scales and statistics.tap.parts and larger:  # at the base batch there is nothing to scale
@@ -206,7 +205,9 @@ class GainRule:
         return None
 
     def telemetry(self, numbers: Numbers) -> dict[str, float]:  # noqa: ARG002 - as in `ags`
-        """Return the last measured step's numbers; the noise scale is in examples if B is known, else in batches."""
+        """Return the values of the last measured step; the noise scale is in examples if B is known, or else in
+        batches.
+        """
         state = self._state
         return {
             "grad_norm": state.norm,
@@ -218,7 +219,7 @@ class GainRule:
         }
 
     def state(self) -> list[float]:
-        """Wait for the measurement in flight and add it; return the averages for a checkpoint."""
+        """Return the averages for a checkpoint, after adding the measurement that is in flight."""
         self._receive()
         state, clip = self._state, self._clip
         usual = math.nan if clip is None or clip.usual is None else float(clip.usual)
@@ -239,15 +240,15 @@ class GainRule:
         self._state = GainState(average, factor, samples, norm, int(measured_at), variability)
         by_parameter = enumerate(() if self._directions is None else numbers)
         by_place = {place: noise for place, noise in by_parameter if not math.isnan(noise)}
-        # The saved numbers show which matrices count, so the ranks agree without a collective, and a single rank may
-        # load alone, for example when its optimizer is copied.
+        # The saved numbers show which matrices are measured, so the ranks agree without a collective, and one rank can
+        # load the state alone, for example when its optimizer is copied.
         self._statistics.matrices, self.matrix_noise = tuple(by_place), list(by_place.values())
         self._reduction, self._sent_at = None, int(sent_at)
         statistics = self._statistics
         now = statistics.batch_size
         if now is None:
             statistics.counted_batch_size = None if math.isnan(before) else before
-        elif not math.isnan(before):  # S/B is kept per batch: a job resumed with another batch keeps its S
+        elif not math.isnan(before):  # S/B depends on B, and S does not change when a job is resumed
             self._change_batch(now / before)
         if self._clip is not None:
             device = statistics.device
@@ -256,15 +257,16 @@ class GainRule:
 
 
 class SpikeClip:
-    """g <- g * min(1, limit * usual / |g|), where `usual` is the moving average (0.9) of |g| after clipping.
+    """Clips spikes: g <- g * min(1, limit * usual / |g|), where `usual` is the moving average (0.9) of |g| after
+    clipping.
 
-    |g| covers a fixed part of each large tensor, since it is only compared with its own past.
+    |g| is computed from a fixed part of each large tensor, since it is compared only with earlier values of |g|.
 
-    A gain above 1 makes a bad step worse: without normalization layers the norm can grow a hundredfold within three
-    steps, which no average of the past predicts. A limit on the step itself prevents it. All ranks have the same bits
-    after the all-reduce, so all compute the same factor, as with torch's `clip_grad_norm_`. `clipped`: the number of
-    clipped steps, on the device; None before the first step that could be clipped. A gradient that contains NaN or
-    infinity, or only zeros, is not changed and does not enter the average.
+    A gain above 1 makes a bad step worse. Without normalization layers, the norm can grow a hundredfold within three
+    steps, which no average of past steps can predict but a limit on the step itself prevents. All ranks have the same
+    bits after the all-reduce, so all compute the same factor, as with torch's `clip_grad_norm_`. `clipped`: the number
+    of clipped steps, as a tensor on the device; None before the first step that could be clipped. A gradient that
+    contains NaN or infinity, or only zeros, is not changed and is not included in the average.
     """
 
     def __init__(self, limit: float) -> None:
@@ -273,14 +275,14 @@ class SpikeClip:
         self.clipped: torch.Tensor | None = None
 
     def __call__(self, gradients: Sequence[torch.Tensor | None], *, clip: bool) -> None:
-        """Update the average norm and, with `clip`, clip in place; sparse gradients are neither read nor clipped."""
+        """Update the average norm and, if `clip` is True, clip in place; ignore sparse gradients."""
         dense = [g for g in gradients if g is not None and not g.is_sparse]
         if not dense:
             return
         norm = norm_squared([_part_read(g) for g in dense]).sqrt()
         usual = torch.zeros_like(norm) if self.usual is None else self.usual.to(norm.device)
         finite, begun = torch.isfinite(norm), usual > 0.0
-        counts = finite & (norm > 0.0)  # steps of zeros would drive the average to 0 and freeze the steps after them
+        counts = finite & (norm > 0.0)  # zero gradients would reduce the average to 0 and block later steps
         allowed = torch.where(begun, self._limit * usual, norm) if clip else norm
         taken = torch.minimum(norm, allowed)
         blended = torch.where(begun, _KEEP * usual + (1.0 - _KEEP) * taken, taken)
@@ -289,7 +291,7 @@ class SpikeClip:
         if clip:
             self.clipped = too_long.to(norm.dtype) if self.clipped is None else self.clipped.to(norm.device) + too_long
         if not clip or (norm.is_cpu and not bool(too_long)):
-            return  # on the CPU reading the flag is free, multiplying by 1 is not
+            return  # on a CPU, reading the flag costs nothing, but multiplying by 1 does
         factor = torch.where(too_long, allowed / norm, torch.ones_like(norm))
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for gradient in dense:

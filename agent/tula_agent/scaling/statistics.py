@@ -1,10 +1,10 @@
-"""Compares the gradients of a small and of the large batch in the same step, and counts both sizes.
+"""Compares the gradients of the small batches and of the large batch in a step, and counts the batch sizes.
 
     large = |g|^2        small = mean over parts of |g_i|^2        g = f sum_i g_i / N
 
-The parts g_i are micro-steps of ranks (`taps.py`). f is the factor by which gradients were multiplied between backward
-and step (AMP's loss scale, clipping by global norm, averaging); it is estimated from projections, so that a script need
-not report it.
+Each part g_i is the gradient of one micro-step on one rank (`taps.py`). f is the factor by which gradients are
+multiplied between the backward pass and the optimizer's step (AMP's loss scale, clipping by global norm, averaging). f
+is estimated from projections, so that a script need not report it.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from tula_agent.scaling.ranks import Ranks
 from tula_agent.scaling.taps import CALIBRATORS, Gradients, GradientTap
 from tula_agent.torch_private import norm_squared, norms, to_device, wide_dtype
 
-_MAX_RESIDUAL = 0.01  # relative error of `common_factor`, above which gradients were changed by more than one factor
-_HEAD = 7  # numbers of a measurement before its projections
+_MAX_RESIDUAL = 0.01  # of `common_factor`; above it, gradients were changed by more than one factor
+_HEAD = 7  # count of numbers before the projections in a measurement
 _MATRICES_FROM = _HEAD + 2 * CALIBRATORS + SERVED_SLOTS
-_SIZE_DECAY = 0.9  # of the average of sizes that the script gives
+_SIZE_DECAY = 0.9  # decay of the average of sizes that the script gives
 
 NO_SMALL_BATCH = (
-    "steps are not scaled: with one rank and no accumulation there is no small-batch gradient; accumulate two or more "
-    "micro-steps, or give Ags model= and loss= and call observe_batch"
+    "steps are not scaled, because one rank without accumulation has no small-batch gradient: accumulate two or more "
+    "micro-steps, or pass model= and loss= to Ags and call observe_batch"
 )
 NO_PARTS = (
-    "steps are not scaled: gradients arrive without a backward pass over the parameters (torch.func, Apex, or .grad "
-    "set by hand), so that no small-batch gradient is seen"
+    "steps are not scaled, because gradients are set without a backward pass over the parameters (by torch.func, Apex "
+    "or assignment to .grad), so there is no small-batch gradient"
 )
 DISTURBED = (
-    "steps are left out of the measurement, and factors stay as they were: gradients were changed by more than one "
-    "common factor after backward (clipping by value or by group, PowerSGD), or some parameters had more backwards "
-    "than others (a backward for each loss, reentrant checkpoints with a shared module)"
+    "some steps are not measured and do not change the factors: after the backward pass, gradients were changed by "
+    "more than one common factor (clipping by value or by group, PowerSGD), or some parameters had more backward "
+    "passes than others (one for each loss, or reentrant checkpoints with a shared module)"
 )
 
 
 def common_factor(before: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (f, |after - f before| / |after|) by least squares, 0-d, from projections of shape (n,).
+    """Return f by least squares and the residual |after - f before| / |after| (both 0-d), from projections (n,).
 
-    Both are NaN if they are undetermined. f is the number by which gradients were multiplied between backward and step
-    by AMP's loss scale, clipping by global norm and averaging over micro-steps. None of these is mistaken for noise,
-    and the script need not report them.
+    Both are NaN if they cannot be determined. f is the factor by which AMP's loss scale, clipping by global norm and
+    averaging over micro-steps multiply the gradients between the backward pass and the step. So these changes are not
+    mistaken for noise, and the script need not report them.
     """
     factor = torch.dot(before, after) / torch.dot(before, before)
     factor = torch.where(factor > 0.0, factor, math.nan)
@@ -55,7 +55,7 @@ def common_factor(before: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tens
 
 
 def _stack(numbers: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return 0-d tensors stacked into one on `device`, in the widest of their types."""
+    """Return the 0-d tensors `numbers` as one tensor on `device`, in the widest of their types."""
     widest = max({number.dtype for number in numbers}, key=lambda dtype: dtype.itemsize)
     return torch.stack(
         [
@@ -66,12 +66,11 @@ def _stack(numbers: Sequence[torch.Tensor], device: torch.device) -> torch.Tenso
 
 
 class Reading:
-    """The measurement of one step, summed over ranks, on the device; converting a value to a float waits for the
-    device.
+    """Measurement of one step, summed over ranks, on the device; converting a value to a float waits for the device.
 
-    `norm_sq`: |G|^2 as the optimizer sees it. `norm_sq_before_clip`: |G|^2 in the unit of backward, which is before a
-    clip by global norm and includes AMP's loss scale. Both are 0-d; the latter is NaN if the factor between them is
-    unknown. `precision`: the relative rounding error of the gradients.
+    `norm_sq`: |G|^2 of the gradient that the optimizer uses. `norm_sq_before_clip`: |G|^2 in the unit of the backward
+    pass, which is before clipping by global norm and includes AMP's loss scale. Both are 0-d; `norm_sq_before_clip` is
+    NaN if the factor between them is unknown. `precision`: the relative rounding error of the gradients.
     """
 
     def __init__(self, vector: torch.Tensor, precision: float = 0.0) -> None:
@@ -82,16 +81,16 @@ class Reading:
         self.norm_sq_before_clip = self.norm_sq / self._factor.square()
 
     def moments(self) -> tuple[float, float, float]:
-        """Return mean |g_i|^2 over the parts, |mean of g_i|^2, both in the unit of backward, and the number of parts.
+        """Return the mean of |g_i|^2 over the parts, |mean of g_i|^2, and the number of parts.
 
-        The values are NaN or infinite if they cannot be computed.
+        The first two are in the unit of the backward pass, and are NaN or infinite if they cannot be computed.
         """
         small, parts, large, micro, samples = self._vector[:5].tolist()
         unit = (float(self._factor) * micro) ** 2
         return (small / parts, large / unit, samples) if parts and unit else (math.nan, math.nan, samples)
 
     def matrix_noise(self) -> list[float]:
-        """Return the noise of each matrix's gradient, E|g - G|^2 in the unit that the optimizer sees, at least 0."""
+        """Return the noise of each matrix's gradient, E|g - G|^2, in the optimizer's unit; at least 0."""
         _, parts, _, micro, samples = self._vector[:5].tolist()
         unit = (float(self._factor) * micro) ** 2
         by_matrix = self._vector[_MATRICES_FROM:].reshape(2, -1).tolist()
@@ -107,31 +106,31 @@ class Reading:
 
     @property
     def unit(self) -> float:
-        """Return the factor that multiplied a sum of micro-steps between backward and step."""
+        """Return the factor by which a sum of micro-steps was multiplied between the backward pass and the step."""
         return float(self._factor)
 
     @property
     def examples(self) -> float:
-        """Return the global batch size of the step; 0 if it is not given and no rank observes its batches."""
+        """Return the global batch size of the step; 0 if it is not given and no rank has observed its batches."""
         return float(self._vector[5])
 
     @property
     def disturbed(self) -> bool:
-        """Return True if parts and whole cannot be compared; a sum of many parts may be off by rounding."""
+        """Return True if the parts cannot be compared with the whole, allowing for rounding in a sum of many parts."""
         rounding = 4.0 * self._precision * math.sqrt(max(float(self._vector[4]), 1.0))
         return float(self._vector[6]) > 0.0 or float(self._residual) > max(_MAX_RESIDUAL, rounding)
 
 
 class GradientStatistics:
-    """Keeps the hooks and the batch of the current step, and makes measurements from both.
+    """Stores the hooks and the batch of the current step, and computes measurements from both.
 
-    `counted_batch_size`: examples per step over all ranks, by the last reading. A rank's own batch cannot be used: the
-    last batch of an epoch may be shorter on some ranks, and their factors would differ.
+    `counted_batch_size`: the number of examples per step over all ranks, from the last reading. A rank's own batch
+    cannot be used, since the last batch of an epoch may be shorter on some ranks, whose factors would then differ.
     `share`: the fraction of each batch of `global_batch_size` that the agent passes to this rank.
-    `matrices`: the places of the parameters whose noise is measured separately.
-    `served`: the service's numbers in force, equal on all ranks. `pulled`: the numbers that this rank requested; the
-    first rank's are sent to the others in the next measurement, so that all ranks apply them at the same step without
-    an extra collective.
+    `matrices`: the indices of the parameters whose noise is measured separately.
+    `served`: the service's values that are in force, equal on all ranks. `pulled`: the values that this rank has
+    requested; those of the first rank are sent to the other ranks in the next measurement, so that all ranks apply them
+    in the same step without an extra collective.
     """
 
     def __init__(
@@ -151,7 +150,7 @@ class GradientStatistics:
         self.served = self.pulled = Served()
         self.batch: Any = None
         self._sized = False  # the script gives the sizes of its batches
-        self.per_row = 1.0  # tokens, where these are the sizes
+        self.per_row = 1.0  # tokens per row if sizes are in tokens
         self._warned: set[str] = set()
         self._observed = self._longest = 0.0
         self._without_parts = 0
@@ -178,7 +177,7 @@ class GradientStatistics:
     # The batch.
 
     def observe(self, batch: Any, size: float | None = None) -> None:
-        """Note the batch of a step or of one of its micro-steps, of `size` examples or tokens.
+        """Record the batch of a step or micro-step, which has `size` examples or tokens.
 
         Once the script has given a size, batches without a size (which the agent observes) are not counted.
         """
@@ -201,28 +200,29 @@ class GradientStatistics:
     def observed(self) -> float:
         """Return the size of this step's batch on this rank, for a sum over ranks; 0 if no batch was observed.
 
-        It is limited by the number of micro-steps: a batch of a step that a GradScaler skipped, or one that was
-        observed twice, does not count.
+        The size is limited by the number of micro-steps, so that a batch that was observed twice, or belongs to a step
+        that a GradScaler skipped, does not count.
         """
         parts = self.tap.parts
         return min(self._observed, parts * self._longest) if parts else self._longest
 
     @property
     def examples(self) -> float:
-        """Return this rank's summand of B: its part of the given global batch, else its observed examples."""
+        """Return this rank's contribution to B: its part of the given batch size, or else its observed examples."""
         given = self.global_batch_size
         return self.observed if given is None else given * self.share / self.ranks.size
 
     @property
     def batch_size(self) -> float | None:
-        """Return B per step over all ranks by the last reading; before the first reading, the given batch size."""
+        """Return B from the last reading or, before the first reading, the given global batch size."""
         return self.global_batch_size if self.counted_batch_size is None else self.counted_batch_size
 
     def count(self, examples: float) -> None:
-        """Use a sum of `examples` as B.
+        """Use `examples`, a sum over ranks, as B.
 
-        A smaller number of whole examples is used only if it occurs twice, since the last batch of an epoch may be
-        short. Sizes that the script gives, such as tokens, vary by nature, so their average is used.
+        A number of examples that is smaller than before is used only if it occurs twice, since the last batch of an
+        epoch may be short. Sizes that the script gives, such as numbers of tokens, usually vary, so their average is
+        used.
         """
         if examples <= 0:
             return
@@ -245,7 +245,7 @@ class GradientStatistics:
         return any(p.grad is not None for p in self.parameters())
 
     def check_taps(self) -> None:
-        """Warn once about gradients that the taps cannot see; called at each step."""
+        """Warn once about gradients that the taps cannot observe; called at each step."""
         if self.tap.mode is not None:
             self._without_parts = 0 if self.tap.parts or not self.has_gradients else self._without_parts + 1
         if self._without_parts == 3:
@@ -254,11 +254,11 @@ class GradientStatistics:
     # Measurements.
 
     def measure(self) -> torch.Tensor:
-        """Return this rank's summands of the step's measurement, whose sum over ranks is a `Reading`.
+        """Return this rank's contribution to the step's measurement; the sum over ranks is a `Reading`.
 
-        The summands are zero if this rank has no measurement, so that every rank joins the reduction. If a parameter's
-        gradient is reduced but none of it lies on this rank, the rank contributes zero for that parameter. Each rank
-        adds the squares of its portion of reduced gradients.
+        The contribution is zero if this rank has no measurement, so that every rank takes part in the reduction. If
+        none of a parameter's reduced gradient is on this rank, the rank contributes zero for this parameter. Each rank
+        adds the squares of its portion of the reduced gradients.
         """
         gradients, size, tap, device = self.gradients(), self.ranks.size, self.tap, self.device
         dense = [g is not None and not g.is_sparse for g in gradients]
@@ -270,7 +270,7 @@ class GradientStatistics:
         small = _stack(sums, device).to(zero.dtype).sum() if sums else zero
         large = norm_squared(mine).to(zero) if mine else zero
         parts = float(tap.parts)
-        # `full` writes on the device; `tensor` would copy each number there, one transfer each.
+        # `full` writes on the device, whereas `tensor` would need one transfer for each number.
         slots = (small, parts, large, parts / size, parts, self.examples, float(tap.uneven))
         head = [s if isinstance(s, torch.Tensor) else torch.full_like(zero, s) for s in slots]
         single = zero.float()
@@ -280,13 +280,13 @@ class GradientStatistics:
         return torch.cat([torch.stack(head), projections / size, served, *self._by_matrix(zero, portion)])
 
     def _by_matrix(self, zero: torch.Tensor, portion: list[bool]) -> list[torch.Tensor]:
-        """Return for each of `matrices` the squares of its parts and, on one rank, of its reduced gradient."""
+        """Return, for each of `matrices`, the squares of its parts and, on one rank only, of its reduced gradient."""
         if not self.matrices:
             return []
         squares, gradients = self.tap.squares, self.gradients()
         usable = {i: g for i in self.matrices if (g := gradients[i]) is not None and not g.is_sparse and portion[i]}
         large = dict(zip(usable, norms([*usable.values()]), strict=True))
-        # Stack in float32 first: on a device, converting the numbers one by one would start a kernel for each.
+        # Stack in float32 first: converting the numbers one by one on a device would launch one kernel per number.
         single = zero.float()
         small = [single if (s := squares[i]) is None else s for i in self.matrices]
         return [
@@ -300,6 +300,6 @@ class GradientStatistics:
         return Reading(vector, max((torch.finfo(kind).eps for kind in kinds), default=0.0))
 
     def take_served(self, numbers: list[float]) -> None:
-        """Put the first rank's numbers in force, if a measurement brought any; on all ranks at the same step."""
+        """Apply the first rank's values, if a measurement contains any; this happens on all ranks in the same step."""
         if numbers[0] > 0.0:
             self.served = Served.from_vector(numbers)

@@ -1,11 +1,11 @@
-"""Hooks on parameters that sum the contribution of each backward pass of a rank or micro-step, before averaging.
+"""Hooks on parameters that sum the squared gradients of a rank's backward passes, before gradients are averaged.
 
     squares_l = sum_i |g_i,l|^2        over the parts i (micro-steps) of this rank, for each parameter l
 
-A tensor hook on a leaf runs before its gradient is accumulated, and so before DDP averages it and AMP unscales it.
-Every micro-step of every rank thus gives a small-batch gradient, without a second backward pass, and DDP's only
-communication hook stays free. A reading counts once the gradient has been accumulated: `torch.autograd.grad` over
-parameters, as in a gradient penalty, is not a micro-step.
+A tensor hook on a leaf runs before the leaf's gradient is accumulated, and so before DDP averages it and AMP unscales
+it. So every micro-step of every rank provides a small-batch gradient without a second backward pass, and DDP's only
+communication hook is not used. A reading counts only once the gradient has been accumulated, since
+`torch.autograd.grad` over parameters, as in a gradient penalty, is not a micro-step.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from tula_agent.guard import logger
 from tula_agent.torch_private import add_squares, norms
 
 TapMode = Literal["tensor", "element", "projections"]
-"""The sums that hooks collect: squares by tensor or element and projections (for `common_factor`), or only projections.
-"""
+"""What the hooks sum: squares per tensor or element with projections (for `common_factor`), or only projections."""
 Gradients = list[torch.Tensor | None]
 
-CALIBRATORS = 8  # tensors that are projected
+CALIBRATORS = 8  # number of tensors that are projected
 _PROJECTED_ELEMENTS = 4096
 HELD_ON, _MOST_HELD, _MOST_HELD_BYTES = ("cuda",), 32, 2**25
-"""Gradients on a GPU are held so that one kernel sums the squares of many.
+"""Gradients on a GPU are kept for some time, so that one kernel can sum the squares of many gradients.
 
-Launching kernels for each gradient would take the host longer than the backward pass of a small batch takes the device:
-a step of ResNet-50 on an H100 took 1.5 times as long.
+For a small batch, launching kernels for each gradient would take the host longer than the device needs for the backward
+pass; a step of ResNet-50 on an H100 took 1.5 times as long.
 """
 
 _MOST_DROPPED = 32
 STEPPED_PAST = (
     f"gradient scaling: gradients were dropped {_MOST_DROPPED} times without a step of TulaOptimizer, so nothing is "
-    "scaled: call its step(); an optimizer that steps by methods of its own, such as SAM, gets a TulaOptimizer inside"
+    "scaled: call its step(); if an optimizer has other methods for steps, as SAM does, put a TulaOptimizer inside it"
 )
 
 
 def squares(gradient: torch.Tensor, mode: Literal["tensor", "element"]) -> torch.Tensor:
     """Return the sum of squares of a tensor (0-d), or the square of each element (the shape of `gradient`).
 
-    The result is in float32, or in float64 for float64 gradients. For complex numbers, it has squared magnitudes.
+    The result is in float32, or in float64 for float64 gradients. For complex gradients, it contains squared
+    magnitudes.
     """
     real = torch.view_as_real(gradient) if gradient.is_complex() and mode == "tensor" else gradient.abs()
     wide = real.to(torch.promote_types(real.dtype, torch.float32))
@@ -57,7 +57,7 @@ def squares(gradient: torch.Tensor, mode: Literal["tensor", "element"]) -> torch
 
 
 class _Part(NamedTuple):
-    """The reading of a gradient that is not accumulated yet: its square, or the gradient itself to be squared later."""
+    """Reading of a gradient that is not accumulated yet: its square, or the gradient itself to be squared later."""
 
     square: torch.Tensor | None
     held: torch.Tensor | None
@@ -67,10 +67,10 @@ class _Part(NamedTuple):
 class GradientTap:
     """Hooks on parameters that collect the sums of `mode`; while `mode` is None, each hook costs one Python call.
 
-    `squares`: sums by parameter on this rank since the last step, in the unit of backward (including the loss scale);
-    None for a parameter without a dense gradient; complete after `sum_held`. `seen`: True if a backward pass has
-    reached a parameter since the last step, even while `mode` is None. The hooks keep a weak reference to the tap and
-    are removed with it.
+    `squares`: sums by parameter on this rank since the last step, in the unit of the backward pass (including the loss
+    scale); None for a parameter without a dense gradient; complete after `sum_held`. `seen`: True if a backward pass
+    has reached a parameter since the last step, even while `mode` is None. The hooks keep a weak reference to the tap
+    and are removed with it.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class GradientTap:
         weakref.finalize(self, _remove, self._handles)
 
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Hook every parameter that needs a gradient; if the parameters have changed, drop all sums and disarm."""
+        """Add hooks to parameters that need a gradient; if the parameters have changed, drop all sums and disarm."""
         hooked = [p for p in parameters if p.requires_grad]
         same = 2 * len(hooked) == len(self._handles) and len(parameters) == len(self._parameters)
         if same and all(map(operator.is_, parameters, self._parameters)):
@@ -101,7 +101,9 @@ class GradientTap:
             if parameter.requires_grad:
                 before, after = partial(_read, this, index), partial(_count, this, index)
                 self._handles.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
-                self._handles.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+                self._handles.append(
+                    parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+                )
         self._choose_calibrators()
 
     def arm(self, mode: TapMode | None) -> None:
@@ -131,15 +133,16 @@ class GradientTap:
 
     @property
     def uneven(self) -> bool:
-        """Return True if some leaves had more backward passes than others, so that these cannot be counted as
-        micro-steps.
+        """Return True if some leaves had more backward passes than others, so that passes are not micro-steps.
 
         Causes are two losses with separate backward passes, and reentrant checkpoints with a shared module.
         """
         return len({count for count in self._counts if count}) > 1
 
     def projections(self) -> Gradients:
-        """Return CALIBRATORS sums of backward's projections, then as many of present gradients (None: no gradient)."""
+        """Return CALIBRATORS sums of projections in backward passes, and as many of current gradients (None: no
+        gradient).
+        """
         before: Gradients = []
         after: Gradients = []
         for index in sorted(self._calibrators):
@@ -158,12 +161,12 @@ class GradientTap:
 
     @torch.no_grad()
     def sum_held(self) -> None:
-        """Add the squares of the gradients that are held."""
+        """Add the squares of the gradients that have been kept."""
         held, self._held, self._held_bytes = self._held, {}, 0
         add_squares(self.squares, list(held), norms(list(held.values())))
 
     def read(self, index: int, gradient: torch.Tensor) -> None:
-        """Read a gradient that backward is about to accumulate."""
+        """Read a gradient that the backward pass is about to accumulate."""
         if self.mode is None or gradient.is_sparse:
             self.seen = True
             return
@@ -173,14 +176,14 @@ class GradientTap:
         holds = self.mode == "tensor" and gradient.device.type in HELD_ON
         calibrator = self._calibrators.get(index)
         square = projection = None
-        if calibrator is not None or not holds:  # to enter `no_grad` takes the host longer than to hold a tensor
+        if calibrator is not None or not holds:  # entering `no_grad` takes longer than keeping a tensor
             with torch.no_grad():
                 square = None if holds or self.mode == "projections" else squares(gradient, self.mode)
                 projection = None if calibrator is None else calibrator.project(gradient)
         self._pending[index] = _Part(square, gradient if holds else None, projection)
 
     def count(self, index: int) -> None:
-        """Add the reading of the gradient that has been accumulated now."""
+        """Add the reading of the gradient that has just been accumulated."""
         part = self._pending.pop(index, None)
         if part is None:
             return
@@ -198,10 +201,10 @@ class GradientTap:
     def _hold(self, index: int, gradient: torch.Tensor) -> None:
         """Keep a gradient until the next sum.
 
-        Since the gradient was in use, autograd copied it into `.grad`; neither a further micro-step nor DDP's average
-        changes it.
+        Since the agent had a reference to the gradient, autograd copied it into `.grad`, so neither a further
+        micro-step nor DDP's averaging changes the gradient that is kept.
         """
-        if index in self._held:  # of the micro-step before
+        if index in self._held:  # from the previous micro-step
             self.sum_held()
         self._held[index] = gradient
         self._held_bytes += gradient.nbytes
@@ -209,7 +212,9 @@ class GradientTap:
             self.sum_held()
 
     def _choose_calibrators(self) -> None:
-        """Choose small and large tensors; the smallest are often biases before a normalization, with zero gradient."""
+        """Choose small and large tensors, since the smallest are often biases before a normalization, with zero
+        gradient.
+        """
         usable = [
             i for i, p in enumerate(self._parameters) if p.requires_grad and p.is_floating_point() and p.numel() > 0
         ]
@@ -222,7 +227,7 @@ class GradientTap:
 def _read(tap: weakref.ref[GradientTap], index: int, gradient: torch.Tensor) -> None:
     if (alive := tap()) is None:
         return
-    if alive.mode is None:  # at seven of eight steps, in each backward and for each parameter
+    if alive.mode is None:  # the usual case, in seven of eight steps
         alive.seen = True
     else:
         alive.read(index, gradient)
@@ -240,7 +245,9 @@ def _remove(handles: list[RemovableHandle]) -> None:
 
 
 class _Calibrator:
-    """Projects the first rows of a tensor onto fixed random signs: the plain sum of a bias before a softmax is zero."""
+    """Projects the first rows of a tensor onto fixed random signs, since a plain sum may be zero (a bias before
+    softmax).
+    """
 
     def __init__(self, parameter: torch.Tensor, seed: int) -> None:
         rows = parameter.shape[0] if parameter.ndim else 1

@@ -1,1 +1,1 @@
-"""Sends measurements to the service in columns, on one background thread, with a spool on disk."""
+"""Sends measurements to the service as columns from one background thread, with a spool on disk."""

@@ -1,4 +1,4 @@
-"""Runs the background thread that sends measurements to the service, or to disk while the service is away."""
+"""Runs the background thread that sends measurements to the service, or to disk while the service is unavailable."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from tula_agent.ship.transport import Reply, Transport
 from tula_wire.retry import backoff_s
 
 _JITTER = random.Random()
-"""A private generator, so that scripts that seed the module's generator alike on all ranks find it unchanged."""
+"""A private generator, so that the agent does not change the state of the script's global generator."""
 TRIES_BEFORE_OPEN = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 FLUSH_INTERVAL_S, QUICK_FOR_S, SLOW_FLUSHES = 1.0, 30.0, 10
-"""A run sends at every flush interval for `QUICK_FOR_S` seconds, and then once in `SLOW_FLUSHES` intervals."""
+"""A run sends at every flush interval for `QUICK_FOR_S` seconds, and then once every `SLOW_FLUSHES` intervals."""
 QUEUE_LIMIT = 100
-"""Most requests in memory, about one or two minutes' worth.
+"""Maximum number of requests in memory, which is enough for one or two minutes.
 
-`Readings` limits measurements that are in no request yet.
+`Readings` limits the measurements that are not part of a request yet.
 """
 _TOKENS_FAULT = (401, 403)
-"""Statuses of an unknown token or another job's token; another token, such as the one of `tula upload`, may succeed."""
+"""Statuses for an unknown token or another job's token; a different token, such as that of `tula upload`, may work."""
 SAVING_SHARE = 0.1
-"""Share of the time to close that is reserved for writing to disk if the service hangs."""
+"""Fraction of the closing deadline that is reserved for writing to disk if the service hangs."""
 
 
 class Exporter:
-    """Sends requests from a bounded queue on a daemon thread, which starts when first needed, with a spool on disk.
+    """Sends requests from a bounded queue on a daemon thread, which starts on first use, with a spool on disk.
 
-    `collect` is called on the thread before each delivery and returns the requests that are due; `on_reply` gets each
-    reply; `poll` is called after each delivery, with True after the last. While the service fails, the circuit is open:
-    requests go to the spool, and single requests probe whether the service is back. The training thread never waits for
-    the exporter, except in `close`, which has a deadline.
+    The thread calls `collect` before each delivery to get the requests that are due, `on_reply` with each reply, and
+    `poll` after each delivery, with True after the last one. While the service fails, the circuit is open: requests go
+    to the spool, and single requests test whether the service is available again. The training thread waits for the
+    exporter only in `flush` and `close`, which have time limits.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Exporter:
         self._queue: deque[SpooledRequest] = deque()
         self._sending: SpooledRequest | None = None
         self._spool = Spool(spool_path, spool_limit_bytes)
-        self._refusals: set[int] = set()  # statuses that were logged
+        self._refusals: set[int] = set()  # statuses that have been logged
         self._thread: threading.Thread | None = None
         self._transport: Transport | None = None
         self._closing = False
@@ -87,18 +87,22 @@ class Exporter:
             self._thread = _started(self._run, "tula-agent")
 
     def put(self, request: SpooledRequest) -> None:
-        """Queue a request from any thread; if the queue is full, the oldest requests go to disk or count as dropped."""
+        """Queue a request from any thread; if the queue is full, write the oldest requests to disk or count them as
+        dropped.
+        """
         self._queue.append(replace(request, lease=self._lease))
-        with suppress(IndexError):  # another thread has emptied it
+        with suppress(IndexError):  # another thread has emptied the queue
             while len(self._queue) > self.queue_limit:
                 self._to_disk(self._queue.popleft())
 
     def wake(self) -> None:
-        """Make the thread deliver now rather than at the next interval."""
+        """Make the thread deliver requests now and not only at the next interval."""
         self._wake.set()
 
     def flush(self, within_s: float) -> None:
-        """Wait up to `within_s` seconds until all measurements so far are sent or on disk; the process may end next."""
+        """Wait up to `within_s` seconds until all measurements so far are sent or on disk, since the process may end
+        soon.
+        """
         done = threading.Event()
         self._flushes.append(done)
         self.wake()
@@ -106,7 +110,9 @@ class Exporter:
             done.wait(within_s)
 
     def close(self, deadline_s: float, final: Callable[[], list[SpooledRequest]]) -> None:
-        """Deliver the queue and the requests of `final`, and write the rest to disk, all within `deadline_s`."""
+        """Deliver the queue and the requests of `final`, and write undelivered requests to disk, all within
+        `deadline_s`.
+        """
         ends = time.monotonic() + deadline_s
         self.start()
         self._finals.append(final)
@@ -115,22 +121,22 @@ class Exporter:
         if self._thread is not None:
             self._thread.join(max(0.0, deadline_s * (1 - SAVING_SHARE)))
         if self._thread is None or self._thread.is_alive():
-            self._abandoned = True  # stuck in a request: leave it, and save what it has not sent
+            self._abandoned = True  # the thread is stuck in a request, so save unsent requests without it
             saver = _started(self._save, "tula-agent-saving")
             if saver is None:
                 self._save()
                 return
             saver.join(max(0.0, ends - time.monotonic()))
             if saver.is_alive():
-                logger.warning("not everything was written to the spool within %g s: its disk is slow", deadline_s)
+                logger.warning("some requests did not reach the spool within %g s: its disk is slow", deadline_s)
 
     def _save(self) -> None:
-        """Save on another thread, since a disk can hang like a network."""
+        """Save unsent requests; runs on a separate thread, since a disk can hang like a network."""
         self._put_due(False, final=True)
         self._spool_all()
 
     def _put_due(self, last: bool, final: bool) -> None:
-        """Queue due requests and, with `final`, the report of the run's end, even if the rest can't be collected."""
+        """Queue due requests and, if `final` is True, the final report, even if other requests can't be collected."""
         with self._guard("shipping"):
             for request in self._collect(last):
                 self.put(request)
@@ -138,7 +144,7 @@ class Exporter:
             for request in [request for due in take(self._finals) for request in due()] if final else []:
                 self.put(request)
 
-    # On the shipping thread.
+    # The following methods run on the shipping thread.
 
     def _run(self) -> None:
         while not self._abandoned:
@@ -161,7 +167,7 @@ class Exporter:
                 transport.close()
 
     def deliver(self, last: bool = False) -> None:
-        """Deliver once, as the thread does: first the spool on disk, then the queue; with `last`, ignore pauses."""
+        """Deliver the spool on disk and then the queue, once; if `last` is True, ignore pauses."""
         if self._failures >= TRIES_BEFORE_OPEN:
             self._spool_all()
         if not last and self._clock() < self._not_before:
@@ -180,7 +186,7 @@ class Exporter:
             finally:
                 if not taken:
                     self._queue.appendleft(request)
-                self._sending = None  # after that, so that `_save` misses it at no moment
+                self._sending = None  # only now, so that `_save` always finds the request
             if not taken:
                 return
         if self._poll is not None:
@@ -191,12 +197,12 @@ class Exporter:
         for request in self._spool.requests():
             if self._abandoned or not self._attempt(request, last):
                 return False
-        if self._spool.size == size and not self._abandoned:  # else another thread adds to it, and all is sent again
+        if self._spool.size == size and not self._abandoned:  # otherwise, another thread has added requests
             self._spool.clear()
         return self._spool.empty
 
     def _attempt(self, request: SpooledRequest, last: bool) -> bool:
-        """Return True if the request was delivered or refused."""
+        """Send a request, with retries; return True if it was delivered or refused."""
         while True:
             assert self._transport is not None
             reply = self._transport.send(request)
@@ -208,7 +214,7 @@ class Exporter:
             pause = pause_s(self._failures, reply)
             self._not_before = self._clock() + pause
             if self._failures == TRIES_BEFORE_OPEN:
-                logger.warning("the service does not take measurements (%s); they wait on disk", _reason(reply))
+                logger.warning("the service does not accept measurements (%s); they wait on disk", _reason(reply))
             if self._failures >= TRIES_BEFORE_OPEN or self._abandoned or (pause > 1.0 and not last) or pause > 2.0:
                 return False
             time.sleep(pause)
@@ -220,11 +226,11 @@ class Exporter:
                 self._refusals.add(reply.status)
                 logger.warning("the service refused %s %s (%s)", request.method, request.path, _reason(reply))
         if self._on_reply is not None:
-            with self._guard("reading an answer"):
+            with self._guard("processing a reply"):
                 self._on_reply(request, reply)
 
     def _spool_all(self) -> None:
-        if (sending := self._sending) is not None:  # at the end, in a request that hangs: it may be sent twice
+        if (sending := self._sending) is not None:  # a request that hangs at the end; it may be sent twice
             self._to_disk(sending)
         for request in take(self._queue):
             self._to_disk(request)
@@ -240,13 +246,13 @@ class Exporter:
 
 
 def pause_s(failures: int, reply: Reply) -> float:
-    """Return the seconds until the next attempt after `failures` failures, the last with `reply`."""
+    """Return the number of seconds until the next attempt after `failures` failures, the last of which was `reply`."""
     bounds = {"base_s": FIRST_PAUSE_S, "cap_s": LONGEST_PAUSE_S}
     return backoff_s(failures, _JITTER.random(), **bounds, asked_s=reply.retry_after_s)
 
 
 def _started(target: Callable[[], None], name: str) -> threading.Thread | None:
-    """Return a new daemon thread; None if Python cannot start one (too many, or Python 3.12 during exit)."""
+    """Return a new daemon thread, or None if Python cannot start it (too many threads, or Python 3.12 during exit)."""
     thread = threading.Thread(target=target, name=name, daemon=True)
     try:
         thread.start()

@@ -1,4 +1,4 @@
-"""Creates a run if no launcher has created one: the first rank registers it in the background."""
+"""Creates a run in the background on the first rank if no launcher has created one."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from tula_agent.ship.transport import Reply, Transport
 from tula_wire import routes
 
 LEASE_S: Final = 600.0
-"""Seconds until the lease expires unless samples renew it; the service then marks the killed training run as failed."""
+"""Seconds until the lease expires unless samples renew it; the service then marks the training run as failed."""
 HOSTS_WITHIN_S: Final = 10.0
 AT_END_WITHIN_S: Final = 1.5
-"""How long the first rank waits for the other ranks' host names, and how long ranks wait at the end of the script."""
+"""Seconds that the first rank waits for the other ranks' host names, and seconds that ranks wait at the end of the
+script.
+"""
 TIMEOUT_S: Final = 20.0
-"""Time-out of these requests, which is long because the service fits its models before it answers."""
+"""Time-out of the requests in this module, which is long because the service fits its models before it responds."""
 _JOBS_READ: Final = 2
-"""Most jobs of this name to request: a second one shows that the name is ambiguous."""
+"""Maximum number of jobs to request by name; a second job shows that the name is ambiguous."""
 
 
 class Process(Protocol):
-    """The part of the recorder that joining needs: the process's place among the ranks, and the observed
-    configuration.
-    """
+    """The part of the recorder that `Joining` uses: the process's place among the ranks and the configuration."""
 
     config: AgentConfig
     boot_id: str
@@ -49,7 +49,7 @@ class Process(Protocol):
 
 
 class _NoRun(Exception):
-    """Says why there is no run, with the service's `reply` if that is the reason."""
+    """Raised with the reason why there is no run, and with the service's `reply` if the reply is the reason."""
 
     def __init__(self, reason: str, reply: Reply | None = None) -> None:
         super().__init__(reason)
@@ -57,11 +57,12 @@ class _NoRun(Exception):
 
 
 class Joining:
-    """Creates a job's run on the first rank once a step has shown its configuration; the other ranks learn its id.
+    """Creates a job's run on the first rank once a step has shown the configuration; other ranks receive the run's id.
 
-    Until then, measurements stay in their queues. If the service is away, the request is repeated after a back-off; if
-    the service refuses, the first rank logs the reason once, and measurements are dropped. `number` differs for each
-    training run of this process. Everything here runs on the shipping thread, so training never waits for it.
+    Until then, measurements remain in their queues. If the service is unavailable, the request is repeated after a
+    back-off. If the service refuses it, the first rank logs the reason once, and measurements are dropped. `number` is
+    different for each training run in this process. All methods run on the shipping thread, so training never waits for
+    them.
     """
 
     def __init__(self, process: Process, job: WantedJob, number: int, guard: Guard) -> None:
@@ -79,9 +80,9 @@ class Joining:
         self._asking = threading.Lock()
 
     def ready(self, last: bool) -> bool:
-        """Return True once the run is known or it is clear that there will be none; `last` at the end of the script.
+        """Return True once the run is known or will certainly not be created; `last` is True at the end of the script.
 
-        If another thread is already in this method, and may hang in a request at the end, do not wait for it.
+        If another thread is already in this method, do not wait for it, since it may hang in a request.
         """
         if self.run_id is None and not self._refused and self._asking.acquire(blocking=False):
             try:
@@ -131,21 +132,21 @@ class Joining:
                 self._failures += 1
                 self._not_before = time.monotonic() + pause_s(self._failures, reply)
                 if self._failures == 1:
-                    logger.warning("no run of job %r could be made yet (%s)", self._wanted.name, error)
+                    logger.warning("no run of job %r could be created yet (%s)", self._wanted.name, error)
                 return
-            reason = str(error) if isinstance(error, _NoRun) else "its answer is invalid"
-            text = "no run of job %r could be made (%s): nothing is measured, training continues"
+            reason = str(error) if isinstance(error, _NoRun) else "the service's response is invalid"
+            text = "no run of job %r could be created (%s): nothing is measured, but training continues"
             logger.warning(text, self._wanted.name, reason)
-        with self._guard("giving the run to the other ranks"):
+        with self._guard("sending the run's id to the other ranks"):
             channel = self._process.channel()
             if channel is not None:
                 channel.set(f"run/{channel.world_size}", run_id or "")
         self._known(run_id)
 
     def _known(self, run_id: str | None) -> None:
-        """Store the run; None means that there will be none.
+        """Store the run's id, or note that there will be no run if `run_id` is None.
 
-        The run is recorded for a later start, whose first rank may be on any machine.
+        The id is also written to a file for a later start, whose first rank may be on any machine.
         """
         self._refused = run_id is None
         if run_id is None:
@@ -154,13 +155,13 @@ class Joining:
             self._process.joined(run_id)
         self.run_id = run_id
         if self._mark is not None:
-            with self._guard("leaving the run to a later start"):
+            with self._guard("recording the run for a later start"):
                 self._mark.write_text(run_id)
 
     def _make(self) -> str:
-        """Make a new run and return its id.
+        """Create a run and return its id.
 
-        Raises _NoRun if the service refuses, and LookupError, TypeError or ValueError for a malformed answer.
+        Raises _NoRun if the service refuses, and LookupError, TypeError or ValueError if the response is malformed.
         """
         config, seen = self._process.config, self._process.seen_configuration()
         assert seen is not None  # `ready` has checked it
@@ -186,9 +187,9 @@ class Joining:
             service.close()
 
     def _continued(self, service: Transport, job_id: str) -> dict[str, Any]:
-        """Return the training run before a restart by torchrun, if the service still has it.
+        """Return the field that names the training run before a restart by torchrun; empty if there is no such run.
 
-        A run that another run already continues is too old, because this machine took no part in the previous start.
+        A run that another run already continues is ignored, since this machine did not take part in the previous start.
         """
         before = ""
         with self._guard("finding the run before a restart"):
@@ -201,7 +202,7 @@ class Joining:
         return {"continues": before} if latest else {}
 
     def _nodes(self) -> tuple[int, int]:
-        """Return the numbers of nodes and of ranks (model replicas) per node, by host names or the launcher's
+        """Return the numbers of nodes and of ranks (model replicas) per node, from host names or the launcher's
         variables.
         """
         per_replica = self._process.model_parallel_size
@@ -215,18 +216,18 @@ class Joining:
         return max(1, ranks // ranks_per_node), ranks_per_node
 
     def _job(self, service: Transport, num_nodes: int, ranks_per_node: int, local_batch_size: int) -> str:
-        """Return the id of the job, which is looked up by id or name, or newly registered."""
+        """Return the id of the job, which is found by id or name or, if it does not exist, registered."""
         name = self._wanted.name
         if is_id(name) and _ask(service, "GET", f"{routes.JOB_RUNS.format(job_id=name)}?limit=1", may_miss=True):
             return name
         page = _ask(service, "GET", f"{routes.JOBS}?{urlencode({'name': name, 'limit': _JOBS_READ})}")
         ids = [_checked(job["id"]) for job in page["jobs"] if job["name"] == name]
         if len(ids) > 1:
-            raise _NoRun("several jobs have this name: give the id of one")
+            raise _NoRun("several jobs have this name: use the id of one of them")
         if ids:
             return ids[0]
         if self._wanted.dataset_size is None:
-            raise _NoRun("there is no such job: give tula_agent.init dataset_size and epochs to register it")
+            raise _NoRun("the job does not exist: to register it, pass dataset_size and epochs to tula_agent.init")
         body = {
             "name": name,
             "model": {"name": name},
@@ -241,7 +242,7 @@ class Joining:
 def _ask(
     service: Transport, method: str, path: str, body: dict[str, Any] | None = None, *, may_miss: bool = False
 ) -> dict[str, Any]:
-    """Send a request and return its answer; empty if the resource is missing and `may_miss`. Raises _NoRun."""
+    """Return the response to a request; empty if `may_miss` is True and the resource does not exist. Raises _NoRun."""
     reply = service.exchange(method, path, None if body is None else encode(body))
     if may_miss and reply.status == 404:
         return {}
@@ -251,10 +252,10 @@ def _ask(
 
 
 def _mark(number: int) -> Path | None:
-    """Return the file that holds the run's id for a later start by the same torchrun; None without torchrun.
+    """Return the file that stores the run's id for a later start by the same torchrun, or None without torchrun.
 
-    The file is in torchrun's log folder, which a torchrun keeps over all its starts and usually removes at its end.
-    torchrun's store does not always outlive a start (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE`).
+    The file is in torchrun's log folder, which torchrun keeps until it ends and then usually removes. torchrun's store
+    is not suitable, since it does not always outlive a start (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE`).
     """
     for folder in Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents:
         if folder.name.startswith("attempt_"):
@@ -263,12 +264,12 @@ def _mark(number: int) -> Path | None:
 
 
 def _host(channel: Channel, rank: int) -> str:
-    """Return the key for a host's name; it differs between elastic rounds of different sizes or restart counts."""
+    """Return the key of the host name of `rank`; keys differ between elastic rounds with different world sizes."""
     return f"host/{channel.world_size}/{rank}"
 
 
 def _checked(identifier: Any) -> str:
-    """Return `value` if it is an id that is safe as part of a path. Raises ValueError for anything else."""
+    """Return `identifier` if it is an id that is safe as part of a path. Raises ValueError for anything else."""
     if not is_id(identifier):
-        raise ValueError(f"no id: {identifier!r:.40}")
+        raise ValueError(f"not an id: {identifier!r:.40}")
     return str(identifier)

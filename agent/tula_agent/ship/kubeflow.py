@@ -1,4 +1,4 @@
-"""Reports a training run's progress to a Kubeflow TrainJob if the Trainer's controller asks its pods (KEP-2779)."""
+"""Reports a training run's progress to a Kubeflow TrainJob if the Trainer's controller requests it (KEP-2779)."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from tula_agent.ship.transport import Transport
 from tula_wire import Progress, read, routes
 
 URL, CA_FILE, TOKEN_FILE = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
-"""Variables that the controller sets in the pods of a TrainJob: the address to which to post its status, the file
-of the certificate authority, and the file of the pod's token.
+"""Environment variables that the controller sets in a TrainJob's pods: the address to which the status is posted, the
+certificate authority's file, and the file with the pod's token.
 """
 EVERY_S: Final = 15.0
-"""Seconds between two posts; the controller limits how often it accepts them."""
+"""Seconds between two posts; the controller limits the rate of posts."""
 TIMEOUT_S: Final = 2.0
 MOST_METRICS: Final = 100
 _INT32: Final = 2**31 - 1
 
 
 class TrainJobStatus:
-    """Posts the progress, time left, cost and metrics of a training run, on the shipping thread of the first rank.
+    """Posts a training run's progress, remaining time, cost and metrics from the shipping thread of the first rank.
 
-    newest: the newest numbers that the script and the agent have logged, by name. The progress comes from the service,
-    which knows the length of the run, its speed and its prices.
+    newest: a function that returns the latest values that the script and the agent have logged, by name. The progress
+    comes from the service, which stores the run's length, speed and prices.
     """
 
     def __init__(self, url: str, ca_file: str, token_file: str, newest: Callable[[], Mapping[str, float]]) -> None:
@@ -43,16 +43,16 @@ class TrainJobStatus:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], newest: Callable[[], Mapping[str, float]]) -> Self | None:
-        """Return an instance, or None if no controller asks for the status."""
+        """Return an instance, or None if no controller requests the status."""
         url = environ.get(URL, "")
         if not url.startswith(("http://", "https://")):
             return None
         return cls(url, environ.get(CA_FILE, ""), environ.get(TOKEN_FILE, ""), newest)
 
     def report(self, service: Transport, run_id: str, *, last: bool) -> None:
-        """Post the status if it is due, or at the end of the training (`last`). Takes a few seconds at most.
+        """Post the status if it is due or `last` is True (at the end of training). Takes a few seconds at most.
 
-        Raises OSError for an unreadable file, and ValueError for an invalid answer from the service.
+        Raises OSError if a file cannot be read, and ValueError if the service's response is invalid.
         """
         now = time.monotonic()
         if now < self._due and not last:
@@ -76,7 +76,7 @@ class TrainJobStatus:
         self._due = now + max(EVERY_S, pause_s(self._failures, reply))
         if self._failures == 1:
             reason = f"{reply.status or ''} {reply.detail}".strip()
-            logger.warning("the TrainJob's status is not updated at present, training continues: %s", reason)
+            logger.warning("the TrainJob's status cannot be updated at present, but training continues: %s", reason)
 
     def close(self) -> None:
         """Close the connection."""
@@ -87,7 +87,7 @@ class TrainJobStatus:
 def trainer_status(progress: Progress, newest: Mapping[str, float], now: datetime) -> dict[str, Any]:
     """Return a TrainJob's `trainerStatus` (trainer.kubeflow.org/v1alpha1), without unknown fields."""
     own = progress.model_dump(include={"spent_usd", "step_time_s"}, exclude_none=True)
-    facts = {**own, **newest, **own}  # these first, and not as the last step has them
+    facts = {**own, **newest, **own}  # these come first, and the service's values take precedence
     metrics = [{"name": name, "value": f"{value:.6g}"} for name, value in facts.items() if math.isfinite(value)]
     status: dict[str, Any] = {"metrics": metrics[:MOST_METRICS], "lastUpdatedTime": f"{now:%Y-%m-%dT%H:%M:%SZ}"}
     if progress.done is not None:

@@ -1,4 +1,4 @@
-"""Records metrics of a training run with OpenTelemetry if the process has configured its SDK; configures nothing."""
+"""Records metrics of a training run with OpenTelemetry if the process has configured the SDK; never configures it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from typing import Any, Final
 
 _METRICS: Final = (
     ("tula.training.step.duration", "Wall-clock time of an optimizer step."),
-    ("tula.training.communication.exposed.duration", "Communication of a step that no compute hides."),
-    ("tula.training.input.wait.duration", "Time for which a step waits for data."),
+    (
+        "tula.training.communication.exposed.duration",
+        "Communication of a step that does not overlap compute.",
+    ),
+    ("tula.training.input.wait.duration", "Time that a step waits for data."),
 )
-"""Name and description of each histogram, in seconds. No convention defines names for training metrics yet."""
+"""Name and description of each histogram in seconds. No convention defines names for training metrics yet."""
 
 
 class OtelMetrics:
-    """Records three histograms in the process's own meter provider; imports and does nothing without a provider."""
+    """Records three histograms with the process's own meter provider; without a provider, imports and does nothing."""
 
     def __init__(self) -> None:
         self._histograms: list[Any] | None = None
 
     def record(self, run_id: str, step_time_s: float, exposed_comm_time_s: float | None, input_time_s: float) -> None:
-        """Record a step after the warm-up, as measured by the first rank. Exceptions of the SDK pass through."""
+        """Record a step after the warm-up, as measured by the first rank. Exceptions of the SDK are not caught."""
         histograms = self._found()
         attributes = {"tula.run.id": run_id}
         for histogram, value in zip(histograms, (step_time_s, exposed_comm_time_s, input_time_s), strict=False):
@@ -28,7 +31,7 @@ class OtelMetrics:
                 histogram.record(value, attributes)
 
     def _found(self) -> list[Any]:
-        """Return the histograms; empty until the process has set a meter provider of the SDK."""
+        """Return the histograms, or an empty list until the process has set a meter provider of the SDK."""
         api, sdk = sys.modules.get("opentelemetry.metrics"), sys.modules.get("opentelemetry.sdk.metrics")
         if self._histograms is None and api is not None and sdk is not None:
             provider = api.get_meter_provider()

@@ -1,4 +1,6 @@
-"""Joins the ranks' measurements of a step and builds the requests for samples and telemetry, on the shipping thread."""
+"""Combines the ranks' measurements of a step, and builds the requests with samples and telemetry on the shipping
+thread.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +23,24 @@ from tula_agent.ship.verdict_log import StepRow, VerdictLog
 from tula_wire import routes
 
 HOLD_S = 5.0
-"""How long a row waits for the other ranks' times of its step."""
+"""Seconds that a row waits for the other ranks' times of the same step."""
 HOLD_AT_END_S = 1.5
-"""The same wait at the end of the run, when all ranks are about to exit."""
+"""Seconds that a row waits for other ranks at the end of the run, when all ranks are about to exit."""
 KEPT_STEPS = 16
-"""Number of steps to wait for DDP's times, which it publishes a step or two later."""
+"""Number of steps to wait for DDP's times, which DDP publishes one or two steps later."""
 MAX_ROWS = 5_000
-"""Most rows per request; the wire allows twice as many."""
+"""Maximum number of rows per request; the service accepts twice as many."""
 MAX_COLUMNS = 64
 MAX_VALUES = 60_000
-"""Most columns and numbers per chunk of telemetry; at up to 14 bytes each, this is below the wire's MAX_BODY_BYTES."""
+"""Maximum numbers of columns and values per telemetry request; at 14 bytes per value, this is below MAX_BODY_BYTES."""
 MAX_NAMES = 1_000
-"""Most metrics of a run; the service accepts as many."""
+"""Maximum number of metrics in a run; the service has the same limit."""
 STRAGGLER_SHARE = 0.02
-"""Smallest skew, as a share of the step, for which a straggler is named."""
+"""Minimum skew, as a fraction of the step time, at which a straggler is reported."""
 
 
 class StepSplit(NamedTuple):
-    """The times of one step over all ranks, in seconds.
+    """Times of one step over all ranks, in seconds.
 
     `straggler_rank` is None if all ranks arrive at the same time.
     """
@@ -52,9 +54,10 @@ class StepSplit(NamedTuple):
 
 @dataclass
 class SampleRow:
-    """The row of one step to send.
+    """Row with one step's measurements, which is to be sent.
 
-    `split` is None if communication was not measured; `held_since`: monotonic seconds.
+    `split` is None if communication was not measured. `held_since` is the time at which the row was created, from
+    `time.monotonic`.
     """
 
     timing: StepTiming
@@ -65,11 +68,11 @@ class SampleRow:
 
 
 def split_over_ranks(timings: Mapping[int, CommTiming]) -> StepSplit:
-    """Return the split of one step, computed from the timing of every rank, by rank.
+    """Return the split of one step, computed from every rank's timing; `timings` is keyed by rank.
 
-    The last rank to arrive does not wait for others, so the smallest exposed time is the communication itself. The
-    additional wait of the other ranks is skew, and the rank that waits least is the straggler. Compute time is the
-    median over ranks.
+    The last rank to arrive does not wait for other ranks, so the smallest exposed time is the communication itself. The
+    largest additional wait of another rank is the skew, and the rank that waits least is the straggler. Compute time is
+    the median over ranks.
     """
     exposed = {rank: timing.exposed_comm_time_s for rank, timing in timings.items()}
     least = min(exposed.values())
@@ -86,7 +89,7 @@ def split_over_ranks(timings: Mapping[int, CommTiming]) -> StepSplit:
 
 
 class Identity(NamedTuple):
-    """Identifies the process that measured, in the first columns of every body."""
+    """Identifies the process that measured; its fields are part of every request body."""
 
     rank: int
     boot_id: str
@@ -94,14 +97,14 @@ class Identity(NamedTuple):
 
 
 class RequestBuilder:
-    """Takes measurements from `readings`, joins the measurements of each step, and returns requests.
+    """Takes measurements from `readings`, combines the measurements of each step, and returns requests.
 
-    identity, is_training: called each time, since a process may join another group or become a profiling run.
-    device_use: returns the device's present usage, which is sent as telemetry of the newest step.
-    launch: the batches; samples go to the run of their batch, telemetry to the run of the whole batch.
-    channel: returns the connection to the other ranks, or None while there is none. Ranks other than the first send
-    their `CommTiming`s to the first rank, and only their memory and a summary of their steps to the service. The
-    reported world size counts `model_parallel_size` processes as one rank.
+    identity, is_training: functions that are called each time, since a process may join another group or become a
+    profiling run. device_use: a function that returns the device's current usage, which is sent as telemetry of the
+    latest step. launch: the launch's batch sizes; samples are sent to the run of their batch size, and telemetry to the
+    run of the whole batch. channel: a function that returns the connection to the other ranks, or None if there is
+    none. Ranks other than the first send their `CommTiming`s to the first rank, and send the service only their memory
+    and a summary of their steps. In the reported world size, `model_parallel_size` processes count as one rank.
     """
 
     def __init__(
@@ -129,7 +132,7 @@ class RequestBuilder:
         self._comm: dict[int, dict[int, CommTiming]] = {}  # by step and rank
         self._device: dict[int, Interval] = {}  # by step
         self._newest = -1  # step
-        self._usual: dict[int, StepTiming] = {}  # by step, the last ones
+        self._usual: dict[int, StepTiming] = {}  # the last steps, by step
         self._released: deque[int] = deque(maxlen=1000)
         self._verdict = VerdictLog()
         self._otel = OtelMetrics()
@@ -143,15 +146,17 @@ class RequestBuilder:
 
     @property
     def waiting(self) -> int:
-        """Return the number of rows that wait for the other ranks or the device."""
+        """Return the number of rows that are waiting for the other ranks or for the device."""
         return len(self._rows)
 
     def collect(self, last: bool = False) -> list[SpooledRequest]:
-        """Return the requests that are due; `last` waits a moment for the other ranks, then returns everything."""
+        """Return the requests that are due; if `last` is True, wait briefly for the other ranks, and return all
+        requests.
+        """
         leads, measured = (
             self._identity().rank == 0,
             take(self._launch.measured),
-        )  # before `steps`, to miss no last step
+        )  # before `steps`, so that no last step is missed
         self._ended += measured if leads else []
         taken = take(self._readings.steps)
         self._device.update(take(self._readings.device))
@@ -196,7 +201,7 @@ class RequestBuilder:
     def _collect_other(
         self, taken: list[tuple[StepTiming, bool, bool]], channel: Channel | None
     ) -> list[SpooledRequest]:
-        """Post times to the first rank; return the request with this rank's memory and median step time."""
+        """Post times to the first rank; return requests with this rank's memory and median step time."""
         timings = take(self._readings.comm) if channel is not None else []
         if channel is not None and timings:
             with self._guard("sending times to the first rank"):
@@ -211,7 +216,7 @@ class RequestBuilder:
         return due
 
     def _receive(self, channel: Channel, last: bool) -> None:
-        """Take the messages of the other ranks; at the end, wait up to HOLD_AT_END_S for the rest."""
+        """Receive the messages of the other ranks; at the end, wait up to HOLD_AT_END_S for missing messages."""
         if not self._guard.works("receiving times of the other ranks"):
             return
         ends = time.monotonic() + (HOLD_AT_END_S if last else 0.0)
@@ -227,7 +232,7 @@ class RequestBuilder:
                 time.sleep(0.02)
 
     def _release(self, now: float, last: bool) -> list[SampleRow]:
-        """Return the rows that no longer wait for anything, in the order of their steps."""
+        """Return the rows that are complete or have waited long enough, in the order of their steps."""
         ready = []
         world_size = self._identity().world_size
         for step in [s for s in self._device if s <= self._newest and s not in self._rows]:
@@ -240,7 +245,7 @@ class RequestBuilder:
                 row.method, row.split = "ddp_logger", split_over_ranks(timings)
                 self._readings.add_value(step, "skew_s", row.split.skew_s or 0.0)
             elif self._readings.expects_comm and not last:
-                # DDP publishes its times a step or two later, if it timed this step at all.
+                # If DDP timed this step at all, it publishes the times one or two steps later.
                 if now - row.held_since < HOLD_S and (0 in timings or self._newest < step + 3):
                     continue
             elif world_size == 1:
@@ -254,7 +259,7 @@ class RequestBuilder:
         return ready
 
     def _timed_by_device(self, row: SampleRow, last: bool) -> bool:
-        """Return False while the device has not finished the step; at the end of the run, accept wall time instead."""
+        """Return False if the device has not finished the step; at the end of the run, use the wall time instead."""
         pending = self._device.get(row.timing.step)
         if pending is None:
             return True
@@ -265,7 +270,7 @@ class RequestBuilder:
             if timing is not None and timing[0] > 0:
                 step_s, waited_s, optimizer_s = timing
                 if waited_s is None or row.timing.micro_steps > 1:
-                    waited_s = row.timing.input_time_s  # only the host knows the waits of later micro-steps
+                    waited_s = row.timing.input_time_s  # only the host measures the waits of later micro-steps
                 row.timing = row.timing._replace(
                     step_time_s=step_s, input_time_s=waited_s, optimizer_time_s=optimizer_s
                 )
@@ -274,7 +279,7 @@ class RequestBuilder:
         return True
 
     def _ends(self) -> list[SpooledRequest]:
-        """Return the reports that end the smaller batches whose last row has been sent."""
+        """Return the reports that end the runs of smaller batch sizes whose last rows have been sent."""
         held = {row.timing.local_batch_size for row in self._rows.values()}
         done = [(size, run_id) for size, run_id in self._ended if size not in held]
         self._ended = [ended for ended in self._ended if ended not in done]
@@ -283,8 +288,8 @@ class RequestBuilder:
 
     def _samples(self, rows: list[SampleRow]) -> list[SpooledRequest]:
         for row in rows:
-            # This leaves out the time in which the loader prepared examples that the script did not get. A batch that a
-            # framework fetched before the step began may have taken longer than the step.
+            # Exclude the time in which the loader prepared examples that the script did not receive. If a framework
+            # fetched the batch before the step began, the wait may have been longer than the step.
             timing = row.timing
             waited_s = min(timing.input_time_s, timing.step_time_s)
             further_s = waited_s * (1.0 - self._launch.batch_share(timing.local_batch_size))
@@ -314,7 +319,7 @@ class RequestBuilder:
         return due
 
     def _note(self, row: SampleRow) -> None:
-        """Pass a training step to the verdict in the log and to OpenTelemetry."""
+        """Pass a training step to the log's verdict and to OpenTelemetry."""
         if row.warmup or not self._is_training() or self._identity().rank:
             return
         timing, split = row.timing, row.split
@@ -325,7 +330,7 @@ class RequestBuilder:
                 self._otel.record(self._launch.find_run(None), timing.step_time_s, comm[0], timing.input_time_s)
 
     def _take_host(self, size: int | None) -> dict[str, Any] | None:
-        """Return facts about loader and host, once for each batch size, since each may have a separate run."""
+        """Return facts about the loader and the host, once for each batch size, since each may have a separate run."""
         host = self._readings.host
         if "cores" not in host or size in self._told_host or self._identity().rank:
             return None
@@ -346,14 +351,16 @@ class RequestBuilder:
 
 
 class MetricNames:
-    """Assigns a unique, constant name on the wire to each metric that a script logs."""
+    """Assigns each metric that a script logs a unique, constant name for requests."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
         self._is_full = False
 
     def wire_name(self, name: str) -> str | None:
-        """Return the name in lower-case letters, digits and `_`, at most 64 characters; None beyond MAX_NAMES names."""
+        """Return the name to send (lower-case letters, digits, `_`; up to 64 characters), or None after MAX_NAMES
+        names.
+        """
         if name not in self._names:
             if len(self._names) >= MAX_NAMES:
                 self._say_full(name)
@@ -364,20 +371,22 @@ class MetricNames:
             endings = ("", *(f"_{number}" for number in range(2, MAX_NAMES + 2)))
             chosen = next(choice for end in endings if (choice := plain[: 64 - len(end)] + end) not in taken)
             if chosen != name:
-                logger.warning("The metric %r is sent as %r: names have a-z, 0-9, _ and 64 characters.", name, chosen)
+                logger.warning(
+                    "The metric %r is sent as %r: only a-z, 0-9, _ and 64 characters are allowed.", name, chosen
+                )
             self._names[name] = chosen
         return self._names[name]
 
     def _say_full(self, name: str) -> None:
         if not self._is_full:
-            logger.warning("More than %d metrics are logged: %r and later ones are not sent.", MAX_NAMES, name)
+            logger.warning("More than %d metrics are logged: %r and any later ones are not sent.", MAX_NAMES, name)
         self._is_full = True
 
 
 def sample_bodies(rows: list[SampleRow], identity: Identity, sequence: int) -> list[dict[str, Any]]:
-    """Return the bodies of `POST .../samples`, one per batch size, accumulation, phase and method.
+    """Return the bodies of `POST .../samples` requests, one for each batch size, accumulation, phase and method.
 
-    The first row has the number `sequence`. Grouping does not change the number of a row.
+    Rows are numbered in order, beginning with `sequence`, before they are grouped.
     """
     groups: dict[tuple[Any, ...], list[tuple[int, SampleRow]]] = {}
     for number, row in enumerate(rows, start=sequence):
@@ -408,7 +417,7 @@ def sample_bodies(rows: list[SampleRow], identity: Identity, sequence: int) -> l
 
 
 def telemetry_bodies(values: list[tuple[int, str, float]], identity: Identity, sequence: int) -> list[dict[str, Any]]:
-    """Return the bodies of `POST .../telemetry`, numbered from `sequence`; values that are not finite become null."""
+    """Return the bodies of `POST .../telemetry` requests, numbered from `sequence`; non-finite values become null."""
     by_step: dict[int, dict[str, float]] = {}
     for step, name, value in values:
         by_step.setdefault(step, {})[name] = value
@@ -433,7 +442,7 @@ def telemetry_bodies(values: list[tuple[int, str, float]], identity: Identity, s
 
 
 def _short(value: float) -> float:
-    """Round to six significant digits, which is a tenth of a microsecond on a 100 ms step, and halves the size."""
+    """Round to six significant digits (0.1 us in a step of 100 ms), which halves the size of a request."""
     return value if isinstance(value, int) else float(f"{max(value, 1e-9) if value > 0 else 0.0:.6g}")
 
 

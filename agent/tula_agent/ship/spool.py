@@ -1,4 +1,4 @@
-"""Stores requests on disk while the service is away: append-only, bounded, readable after a crash."""
+"""Stores requests on disk while the service is unavailable, in a bounded append-only file that survives a crash."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _HEAD = struct.Struct("<4sII")  # magic, length, CRC-32 of the payload
 _MAGIC = b"TUL1"
 _MAX_RECORD = 16 * 2**20
 SUFFIX = ".spool"
-TAKEN = ".uploading"  # after a random part, so that no other file has that name
+TAKEN = ".uploading"  # follows a random part, so that the name is unique
 _RUN = r"/v1/runs/[\w-][\w.:-]{0,199}"
 _AGENTS_ROUTES = re.compile(rf"PATCH {_RUN}|POST {_RUN}/(samples|telemetry)", re.ASCII)
-"""The only requests that `tula upload` sends with its user's token, since a job can write any record into its spool."""
+"""The only requests that `tula upload` sends with the user's token, since a job can write any record to its spool."""
 
 
 @dataclass(frozen=True)
 class SpooledRequest:
     """A request without its token.
 
-    `values`: how many measurements are lost if the request is dropped. `keep`: whether to write the request to disk
-    while the service is away (False for a heartbeat). `lease`: the number of the lease under which it was measured;
-    once another lease has taken over the run, the service refuses the request, even days later.
+    `values`: the number of measurements that are lost if the request is dropped. `keep`: whether to write the request
+    to disk while the service is unavailable (False for a heartbeat). `lease`: the number of the lease under which the
+    values were measured; once the run has a newer lease, the service refuses the request, even days later.
     """
 
     method: Literal["POST", "PATCH"]
@@ -47,30 +47,30 @@ class SpooledRequest:
 
     @classmethod
     def from_record(cls, payload: bytes) -> SpooledRequest:
-        """Return the request in a payload made by `to_record`. Raises ValueError for any other payload."""
+        """Return the request in a payload that `to_record` created. Raises ValueError for any other payload."""
         head, _, body = payload.partition(b"\n")
         fields = json.loads(head)
         method, path = fields.get("method"), fields.get("path")
         if not isinstance(path, str) or not _AGENTS_ROUTES.fullmatch(f"{method} {path}"):
-            raise ValueError(f"a spool record asks for {method!r} {path!r}: only what agents send is allowed")
+            raise ValueError(f"a spool record contains {method!r} {path!r}, which is not a request that agents send")
         lease = fields.get("lease")
         if not isinstance(lease, int | None):
-            raise ValueError(f"a spool record has the lease {lease!r}: only a number is allowed")
+            raise ValueError(f"a spool record has the lease {lease!r}, which is not a whole number")
         return cls(method, path, body, int(fields.get("values", 0)), lease=lease)
 
 
 def encode(body: dict[str, Any]) -> bytes:
-    """Return compact JSON. Raises ValueError for NaN and infinity, which JSON does not have."""
+    """Return `body` as compact JSON. Raises ValueError for NaN and infinity, which JSON does not support."""
     return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
 
 
 class Spool:
-    """A file of this process, created with the first record and deleted once everything in it has been sent.
+    """File of one process, created with the first record and deleted once all its records have been sent.
 
-    A record is written by one `write` call, so `kill -9` leaves at most a torn tail, which `read_records` skips.
-    `tula upload` may take the file at any time by renaming it: a record that was written after the file lost its name,
-    and so may not have been read, is written again to a new file.
-    Raises OSError if the disk refuses; `append` returns False once the size limit is reached.
+    A record is written with one `write` call, so `kill -9` leaves at most one incomplete record at the end, which
+    `read_records` skips. `tula upload` may take the file at any time by renaming it. A record that was written to the
+    file after it was renamed may not be read, so it is written again to a new file. Methods raise OSError if the disk
+    fails; `append` returns False once the size limit is reached.
     """
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
@@ -84,7 +84,7 @@ class Spool:
         return self.size == 0
 
     def append(self, request: SpooledRequest) -> bool:
-        """Add one request; return False if there is no room."""
+        """Add one request; return False if the request does not fit."""
         payload = request.to_record()
         record = _HEAD.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload
         if len(payload) > _MAX_RECORD or self.size + len(record) > self.limit_bytes:
@@ -95,7 +95,7 @@ class Spool:
         return True
 
     def _write(self, record: bytes) -> bool:
-        """Append to the file; return False if it has been renamed meanwhile."""
+        """Append a record to the file; return False if the file was renamed in the meantime."""
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             opened = os.fstat(descriptor)
@@ -103,7 +103,7 @@ class Spool:
                 if os.write(descriptor, record) != len(record):
                     raise OSError(errno.ENOSPC, "short write: the disk is full", str(self.path))
             except OSError:
-                os.ftruncate(descriptor, opened.st_size)  # a torn record in the middle would hide what follows it
+                os.ftruncate(descriptor, opened.st_size)  # an incomplete record would hide the records after it
                 raise
             self.size = opened.st_size + len(record)
             with suppress(FileNotFoundError):
@@ -124,7 +124,7 @@ class Spool:
 
 
 def read_records(path: Path) -> Iterator[SpooledRequest]:
-    """Yield every intact record of `path`, oldest first; skip torn or damaged records."""
+    """Yield every intact request in the file `path`, oldest first; skip incomplete or damaged records."""
     data = path.read_bytes()
     at = 0
     while 0 <= at <= len(data) - _HEAD.size:

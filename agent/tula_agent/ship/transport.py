@@ -1,4 +1,4 @@
-"""Makes one HTTP exchange with the service, and judges it: delivered, refused, or to be retried."""
+"""Exchanges HTTP requests with the service, and classifies each as delivered, refused, or to be retried."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tula_wire.text import printable
 
 @contextmanager
 def _without_its_command(name: str) -> Iterator[None]:
-    """Import the package `name` inside the context as if its optional command-line client were not installed.
+    """Inside the context, hide the optional command-line client of the package `name` from imports.
 
-    The command-line client of httpx imports rich, which draws from the global `random` on import, so a measured script
-    would draw other random numbers than an unmeasured one.
+    The command-line client of httpx imports rich, which uses the global `random` generator on import. A measured script
+    would therefore draw different random numbers than an unmeasured one.
     """
     part = f"{name}._main"
     sys.modules.setdefault(part, None)  # type: ignore[arg-type]
@@ -43,17 +43,17 @@ with _without_its_command("httpx"):
 Verdict = Literal["delivered", "refused", "retry"]
 _RETRIED = {408, 425, 429}
 _OUR_PROBLEMS = "urn:tula:problem:"
-"""Prefix of `type` when the service refuses a request."""
+"""Prefix of the problem `type` when the service itself refuses a request."""
 MAX_RETRY_AFTER_S = 300.0
 MAX_ANSWER_BYTES = 64 * 2**10
-"""Longest answer to read; no Tula service sends a longer one to an agent."""
+"""Maximum length of a response; a Tula service sends no longer one to an agent."""
 _PIECE_BYTES = 2**16
-_ETAG = re.compile(r'(?:W/)?"[\x21\x23-\x7e]{0,200}"')  # RFC 9110, section 8.8.3: only such a tag is sent back
+_ETAG = re.compile(r'(?:W/)?"[\x21\x23-\x7e]{0,200}"')  # RFC 9110, section 8.8.3; other tags are ignored
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The outcome of a request. `retry_after_s`: the pause that the service asks for; `body`: its parsed answer."""
+    """Outcome of a request. `retry_after_s`: the pause that the service requests; `body`: the parsed response."""
 
     verdict: Verdict
     status: int = 0
@@ -64,11 +64,12 @@ class Reply:
 
 
 class Transport:
-    """An HTTP client with one deadline for a whole exchange; belongs to one process and one thread.
+    """HTTP client with one deadline for a whole exchange, for use by one thread of one process.
 
-    httpx limits each read and write separately, and a service that sends a byte per second would never exceed such a
-    limit, so `_limit` gives each read and write the rest of `timeout_s`. Answers are not decompressed. `trust_env`
-    stays on: clusters reach the outside through proxies. Redirects are not followed, since they would leak the token.
+    httpx limits each read and write separately, and a service that sends one byte per second would never exceed these
+    limits. So `_limit` gives each read and write only the remaining part of `timeout_s`. Responses are not
+    decompressed. `trust_env` remains on, since clusters often reach other networks through proxies. Redirects are not
+    followed, since they would leak the token.
     """
 
     def __init__(
@@ -90,15 +91,17 @@ class Transport:
             base_url=url, headers=headers, timeout=timeout, limits=limits, transport=over, verify=verify
         )
         self._exchanging_thread: int | None = None
-        logging.getLogger("httpx").addFilter(self._is_of_the_script)  # which logs each request at level INFO
+        logging.getLogger("httpx").addFilter(self._is_of_the_script)  # httpx logs each request at level INFO
 
     def send(self, request: SpooledRequest) -> Reply:
-        """Deliver one request. Failures of service and network are replies, never exceptions."""
+        """Send one request and return the reply. A failure of the service or the network is a reply, never an
+        exception.
+        """
         headers = None if request.lease is None else {LEASE_HEADER: str(request.lease)}
         return self.exchange(request.method, request.path, request.body, headers)
 
     def get(self, path: str, etag: str | None = None) -> Reply:
-        """Read `path`; the answer for an unchanged resource is 304 without a body."""
+        """Read `path`; if the resource still has `etag`, the reply has status 304 and no body."""
         return self.exchange("GET", path, None, {"if-none-match": etag} if etag else None)
 
     def close(self) -> None:
@@ -107,14 +110,15 @@ class Transport:
         self._client.close()
 
     def _is_of_the_script(self, record: logging.LogRecord) -> bool:  # noqa: ARG002
-        """Return True for a log record of the script's own requests, which run on other threads.
+        """Return True if a log record is for one of the script's own requests, which run on other threads.
 
-        URLs do not distinguish them: httpx logs another spelling, and the script's URL may begin with ours.
+        URLs cannot tell the requests apart, since httpx logs a different spelling, and the script's URL may begin with
+        the service's URL.
         """
         return threading.get_ident() != self._exchanging_thread
 
     def exchange(self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None = None) -> Reply:
-        """Send one request, with or without a JSON body."""
+        """Send one request, with or without a JSON body, and return the reply."""
         self._ends = time.monotonic() + self._timeout_s
         self._exchanging_thread = threading.get_ident()
         traced = {"trace": self._limit}
@@ -124,8 +128,8 @@ class Transport:
                 for part in response.iter_raw():
                     content += part
                     if len(content) > MAX_ANSWER_BYTES:
-                        return Reply("retry", detail=f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
-        except httpx.LocalProtocolError:  # its text repeats the header, and so the token
+                        return Reply("retry", detail=f"the response is longer than {MAX_ANSWER_BYTES} bytes")
+        except httpx.LocalProtocolError:  # the error's text would contain the header, and so the token
             return Reply(
                 "retry", detail="a header cannot be sent: check that the token is not empty and has no line break"
             )
@@ -142,18 +146,20 @@ class Transport:
         if status == 304 or status == 204:
             return Reply("delivered", status)
         if 200 <= status < 300:
-            if parsed is None:  # a captive portal or a proxy's page
-                return Reply("retry", status, detail="the answer is not a JSON object")
+            if parsed is None:  # the page of a captive portal or a proxy
+                return Reply("retry", status, detail="the response is not a JSON object")
             etag = response.headers.get("etag", "")
             return Reply("delivered", status, parsed, etag=etag if _ETAG.fullmatch(etag) else None)
         detail = printable(str((parsed or {}).get("detail", ""))[:500])
-        # Only the service itself can refuse permanently: a proxy's 403 or 404 means that the service was away.
+        # Only the service itself can refuse permanently; a proxy's 403 or 404 means that the service was not reached.
         is_ours = str((parsed or {}).get("type", "")).startswith(_OUR_PROBLEMS)
         verdict: Verdict = "refused" if is_ours and 400 <= status < 500 and status not in _RETRIED else "retry"
         return Reply(verdict, status, parsed, None if asked_s is None else min(asked_s, MAX_RETRY_AFTER_S), detail)
 
     def _limit(self, event: str, info: dict[str, Any]) -> None:
-        """Let a new connection's stream (httpcore's trace extension passes it) read and write until the deadline."""
+        """Limit reads and writes of a new connection's stream, which httpcore's trace extension passes, to the
+        deadline.
+        """
         if not event.endswith(("connect_tcp.complete", "start_tls.complete")):
             return
         stream = info["return_value"]
@@ -171,5 +177,5 @@ class Transport:
     def _left_s(self) -> float:
         left = self._ends - time.monotonic()
         if left <= 0.0:
-            raise TimeoutError(f"no whole answer within {self._timeout_s:g} s")
+            raise TimeoutError(f"no complete response within {self._timeout_s:g} s")
         return left

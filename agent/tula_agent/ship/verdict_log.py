@@ -1,4 +1,4 @@
-"""Logs a verdict on the speed of a training run after 100 steps and at its end."""
+"""Logs a verdict on the speed of a training run, after 100 steps and at the end of the run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tula_wire.memory_breakdown import MemoryBreakdown
 from tula_wire.verdict import Steps, diagnose, sentence
 
 SAID_AFTER_STEPS: Final = 100
-"""Steps after which the verdict is logged; if a run ends earlier, only the service has its verdict."""
+"""Number of steps after which the verdict is logged; only the service gives a verdict on shorter runs."""
 _KEPT: Final = 1000
-"""Most steps that the verdict uses, as in the service."""
+"""Maximum number of steps that the verdict uses; the service has the same limit."""
 _QUIET: Final = ("compute_bound", "healthy")
-"""Diagnoses without anything to change, which are logged as information rather than warnings."""
+"""Diagnoses that require no change, which are logged as information and not as warnings."""
 
 
 class StepRow(NamedTuple):
-    """The times of one measured step in seconds, with the fields of `Steps`; None if communication was not measured."""
+    """Times of one measured step in seconds, with the fields of `Steps`; None marks times that were not measured."""
 
     step_time_s: float
     input_time_s: float | None
@@ -29,7 +29,7 @@ class StepRow(NamedTuple):
 
 
 class VerdictLog:
-    """Collects the first rank's measured steps of a training run, and logs the verdict on them."""
+    """Collects a training run's steps as measured by the first rank, and logs the verdict on these steps."""
 
     def __init__(self) -> None:
         self._rows: deque[StepRow] = deque(maxlen=_KEPT)
@@ -43,13 +43,14 @@ class VerdictLog:
         self._newest = max(self._newest, step)
 
     def add_memory(self, memory: dict[str, Any]) -> None:
-        """Store the newest memory reading, by the names of a `MemoryBreakdown`."""
+        """Store the latest memory reading, keyed by the field names of `MemoryBreakdown`."""
         self._memory = memory
 
     def say_when_due(self, host: dict[str, Any], *, last: bool) -> None:
         """Log the verdict once after SAID_AFTER_STEPS, and again at the end of a longer run.
 
-        host: facts by the names of `HostFacts`. Logs nothing if there are too few measurements for a diagnosis.
+        host: facts keyed by the field names of `HostFacts`. If there are too few measurements for a diagnosis, log
+        nothing.
         """
         due = self._newest >= SAID_AFTER_STEPS and (self._said_at is None or (last and self._newest > self._said_at))
         if not due:

@@ -52,7 +52,7 @@ def test_a_healthy_place_has_nothing_wrong(sink: Sink, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pages", "environ", "name", "remedy"),
     [
-        ({}, {}, "service", "is this the service"),
+        ({}, {}, "service", "is the address of the service"),
         ({**HEALTHY, "/readyz": 503}, {}, "database", "log"),
         ({**HEALTHY, "/v1/jobs": 401}, {}, "token", "tula token create"),
         (HEALTHY, {"RANK": "4", "WORLD_SIZE": "2"}, "ranks", "0 <= rank < size"),

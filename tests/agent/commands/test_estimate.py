@@ -75,7 +75,7 @@ max_local_batch_size = 64
 """
 
 
-def test_facts_are_written_into_the_job_and_all_else_stays(call, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_facts_are_written_into_the_job_and_all_else_stays(call, tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(JOB)
     printed = call("their_model:mlp", "--batch", "8").stdout
@@ -83,7 +83,7 @@ def test_facts_are_written_into_the_job_and_all_else_stays(call, tmp_path: Path)
     for _ in range(2):  # the second time changes nothing
         done = call("their_model:mlp", "--batch", "8", "--write", str(path))
         assert done.exit_code == 0, done.output
-        assert f"written into the [model] of {path}" in done.stdout
+        assert f"written into the [model] table of {path}" in done.stdout
         text = path.read_text()
         found = tomllib.loads(text)
         assert found["model"] == expected | {"name": "theirs"}
@@ -96,11 +96,11 @@ def test_facts_are_written_into_the_job_and_all_else_stays(call, tmp_path: Path)
 @pytest.mark.parametrize(
     ("job", "said"),
     [
-        ('name = "digits"\nmodel = { name = "inline" }\n' + JOB[JOB.index("[dataset]") :], "no line [model]"),
+        ('name = "digits"\nmodel = { name = "inline" }\n' + JOB[JOB.index("[dataset]") :], "no [model] line"),
         (JOB.replace("size =", "sise ="), "sise"),
     ],
 )
-def test_a_job_that_cannot_be_written_is_left_as_it_was(call, tmp_path: Path, job: str, said: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_job_that_cannot_be_written_is_left_as_it_was(call, tmp_path: Path, job: str, said: str) -> None:
     path = tmp_path / "job.toml"
     path.write_text(job)
     done = call("their_model:mlp", "--batch", "8", "--write", str(path))
@@ -125,7 +125,7 @@ def test_state_of_an_optimizer_counts_where_one_is_returned(call) -> None:  # ty
         (["their_model:mlp", "--batch", "8", "--device", "abacus"], "H100"),
     ],
 )
-def test_a_model_that_cannot_be_estimated_is_refused_in_one_sentence(call, words: list[str], said: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_model_that_cannot_be_estimated_is_refused_in_one_sentence(call, words: list[str], said: str) -> None:
     done = call(*words)
     assert done.exit_code == 2
     assert said in " ".join(done.output.replace("│", " ").split())

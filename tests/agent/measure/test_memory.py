@@ -180,7 +180,7 @@ def test_optimizer_state_is_measured_on_a_small_parameter(optimizer, ratio) -> N
 
 
 def test_a_sample_without_a_batch_is_refused_in_one_sentence() -> None:
-    with pytest.raises(ValueError, match="sample holds no tensor with a batch dimension"):
+    with pytest.raises(ValueError, match="sample contains no tensor with a batch dimension"):
         estimate_memory(nn.Linear(2, 2), torch.tensor(1.0))
 
 

@@ -342,7 +342,7 @@ def test_an_object_that_cannot_be_wrapped_is_refused_with_a_reason():
         TulaOptimizer(torch.optim.LBFGS(model.parameters()))
     with pytest.raises(ValueError, match="small_batch_size is 0"):
         TulaOptimizer(sgd(model), small_batch_size=0)
-    with pytest.raises(ValueError, match="policy is 'magic': give one of gain"):
+    with pytest.raises(ValueError, match="policy is 'magic': use one of gain"):
         TulaOptimizer(sgd(model), policy="magic")
 
 
