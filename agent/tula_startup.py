@@ -1,4 +1,4 @@
-"""Start-up hook that measures a launched script which does not import the agent, whatever the launcher.
+"""Start-up hook that measures a launched script if it does not import the agent; it works with any launcher.
 
 `tula.pth`, which is installed next to the packages, makes Python import this module at start-up if TULA_RUN_ID or
 TULA_JOB is in the environment; otherwise it costs only two look-ups. The hook does nothing until torch is imported and

@@ -1,4 +1,4 @@
-"""The agent, which measures a training process, sends data in the background and never raises into the script."""
+"""The agent, which measures a training process, sends the data in the background and never raises in the script."""
 
 from __future__ import annotations
 

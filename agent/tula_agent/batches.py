@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def infer_batch_size(batch: Any) -> int | None:
-    """Return the number of examples that `batch` itself shows, or None.
+    """Return the number of examples that can be inferred from `batch` itself, or None.
 
     This is the number of graphs that a graph batch stores, the length of a list of samples or of the first list in a
     tuple of lists, or the first dimension of the first two tensors if it is equal in both.

@@ -253,7 +253,10 @@ def _restore_position(
     loader: Any,
     extra: dict[str, Any],
 ) -> Resumed:
-    """Continue at the position in `own`, this rank's file. `shape`: the new batch and world size, `facts`: the old."""
+    """Continue at the position in `own`, the state that this rank saved.
+
+    `shape`: the current batch size and world size. `facts`: the batch size and world size in the checkpoint.
+    """
     exact = all(facts[name] == size or size is None for name, size in shape.items())
     consumed = own["consumed"]
     if not exact:  # convert to the same number of examples
@@ -334,7 +337,7 @@ class _Ranks:
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-        # Weights that have had no gradient yet have no state to load. A group's settings are one object.
+        # Weights that have had no gradient yet have no state to load. A parameter group's settings are one object.
         planner = DefaultLoadPlanner(allow_partial_load=True) if name == "load" else None
         try:
             with self._on_device, warnings.catch_warnings():

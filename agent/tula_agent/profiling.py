@@ -66,8 +66,8 @@ class StopAgreement:
     def decide(self, measured: int, measure_steps: int, wants_stop: bool, first_step: int = 0) -> bool:
         """Return True if the ranks have agreed that the measurement that began at `first_step` ends at this step.
 
-        measured: the number of steps after warm-up, and measure_steps: the requested number; both are the same on every
-        rank. wants_stop: only the first rank's value is used.
+        measured: the number of steps after warm-up. measure_steps: the requested number of steps. Both are the same on
+        every rank. wants_stop: only the first rank's value is used.
         """
         channel = self._channel
         if channel is None:

@@ -43,8 +43,7 @@ _ADDRESS, _OPEN = "address", "open"
 
 
 class Channel:
-    """Exchanges messages between ranks, from any thread. `prefix` separates the keys of different process groups and
-    starts.
+    """Exchanges messages between ranks, from any thread. `prefix` separates the keys of process groups and of restarts.
 
     `set` and `get` each take a round trip of about 50 us. If the store is gone, they raise the store's errors
     (RuntimeError and subclasses), so callers must use a guard.

@@ -22,12 +22,12 @@ _THREAD_LOCAL = 1
 
 
 class StepTiming(NamedTuple):
-    """Times of one optimizer step on this rank in seconds; `step_time_s` lasts from batch to batch, with waits for
-    data.
+    """Times of one optimizer step on this rank, in seconds.
 
-    `uneven`: True if the micro-steps had different batch sizes, or the step differs from the run's usual step.
-    `optimizer_time_s`: the time from the first optimizer's call to the end of the step, including the clearing of
-    gradients; None if no optimizer was watched or the host does not wait for the device.
+    `step_time_s`: the time from batch to batch, including waits for data. `uneven`: True if the micro-steps had
+    different batch sizes, or the step differs from the run's usual step. `optimizer_time_s`: the time from the first
+    optimizer's call to the end of the step, including the clearing of gradients; None if no optimizer was watched or
+    the host does not wait for the device.
     """
 
     step: int
@@ -97,10 +97,11 @@ class Interval:
         self.end: Any = None
 
     def poll(self) -> tuple[float, float | None, float | None] | None:
-        """Return three times of the step in seconds, or None if the device has not completed the step yet; never wait.
+        """Return the times of the step in seconds, or None if the device has not completed the step yet; never wait.
 
-        They are the time of the whole step; the wait for data, which is zero if the device had other work; and the time
-        from the optimizer's call to the end of the step. Each of the last two is None if its event was not recorded.
+        The three times are that of the whole step; the wait for data, which is zero if the device had other work; and
+        the time from the optimizer's call to the end of the step. Each of the last two is None if its event was not
+        recorded.
         """
         if self.end is None or not self.end.query():
             return None

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from tula_agent.scaling.pull import ServedNumbers
 
 EVERY_STEP_UNTIL, THEN_EVERY = 100, 5
-"""Training runs send a sample of every step at first and then of every fifth, so that a drift is noticed in 100 steps.
+"""Training runs send a sample of every step at first, then of every fifth, so a drift is noticed within 100 steps.
 
 Telemetry includes every step.
 """
@@ -61,7 +61,7 @@ WATCHED_KNOWN_STEP, UNWATCHED_KNOWN_STEP = 2, 24
 """Steps after which accumulation is known, for watched optimizers and for optimizers whose calls are only counted."""
 REQUEST_TIMEOUT_S = 5.0
 _FEW_OPTIMIZERS = 8
-"""Maximum number of optimizers to time; a script with more has one per parameter, which step in the backward pass."""
+"""Maximum number of optimizers to time; scripts with more have one per parameter, used during the backward pass."""
 _LASTING = 3
 """Number of consecutive steps with an unusual batch size that rule out the end of an epoch as the cause."""
 
@@ -181,7 +181,7 @@ class Recorder:
         self._begun = False  # True: training has begun in the current process group
         self._last_world_size = config.world_size
         self._on_host = False  # True: the host times the optimizer, whose step on a device only launches work
-        self._times_optimizer = True  # True: it steps after the backward pass, not during it
+        self._times_optimizer = True  # True: the optimizer steps after the backward pass, not during it
         self._paused = False
         self._unclocked_step: int | None = None
         self._batch_size: int | None = None
@@ -256,7 +256,8 @@ class Recorder:
     def begin_at(self, epochs_before: float, known: bool) -> None:
         """Begin a loop after `epochs_before` epochs; `known` is False if the script does not report this number.
 
-        A restarted script that does not report the number may have loaded any checkpoint.
+        A restarted script that does not report the number may have loaded any checkpoint, so the number is then
+        unknown.
         """
         self.readings.epochs_before = epochs_before if known or not self.config.restarted else None
 
@@ -400,7 +401,7 @@ class Recorder:
         configured = self.local_configured
         states = self.sizes.given is not None or stated_batch_size(loader) is not None
         if configured is not None and configured != size and (states or self.launch.cut_to):
-            text = "the script uses batches of %d per rank, but the run's are %d: use the run's batch size"
+            text = "the script uses a batch size of %d per rank, but the run requires %d: use the run's batch size"
             logger.warning(text, size, configured)
 
     def uses_workers(self, loader_workers: Any) -> None:
@@ -434,7 +435,7 @@ class Recorder:
             if self._device_clock is not None and self._device_clock.capturing():
                 return  # a copy to the host cannot be part of a CUDA graph
             first = optimizer is next(iter(self.objects.optimizers), None)
-            if first and "grad_norm" not in self.objects.scaled.get(optimizer, ()):  # else it reports its own norm
+            if first and "grad_norm" not in self.objects.scaled.get(optimizer, ()):  # unless it reports the norm itself
                 for name, value in self.gradients.read(step, self._last_step_s, self.objects.models, optimizer):
                     self.readings.add_value(step, name, value)
         except Exception as error:
@@ -628,13 +629,14 @@ class Recorder:
             self._said_sizes = True
             size = self._batch_size or self.local_configured
             counted = f" (the run's size of {size} is assumed)" if size else ""
-            remedy = "state the examples or tokens of a batch with run.steps(loader, size=...), a number or a function"
+            remedy = (
+                "state the number of examples or tokens in a batch with run.steps(loader, size=...), where size is a "
+                "number or a function of the batch"
+            )
             logger.warning("%s%s; %s, or with tula_agent.init(batch_size=...)", what, counted, remedy)
 
     def _do_what_is_due(self, step: int, warmup: bool, step_time_s: float | None) -> bool:
-        """Do the tasks that are due after this step, and determine when the next ones are; return True if they took
-        long.
-        """
+        """Do the tasks that are due after this step, and plan the next ones; return True if they took long."""
         since, profiling = step - self.launch.first_step, self.profiling
         if self.leads and step <= COUNTED_STEP:
             self._count_operations(step)
@@ -681,10 +683,10 @@ class Recorder:
         return True
 
     def measured_enough(self) -> bool:
-        """Return True if a profiling run has measured enough, or if it has measured all it can by repeating the loader.
+        """Return True if a profiling run has measured enough, or all that it can.
 
-        Called after an exception: repeating the loader may cause one, for example in a schedule that was created for
-        the script's own number of steps, and such an exception is not the script's fault.
+        This method is called after an exception. Repeating the loader may cause an exception, for example in a
+        learning-rate schedule for the script's own number of steps; in this case, the run has measured all that it can.
         """
         if self._repeats and self.profiling.timed_steps and not self.stopping:
             self.profiling.stopping = True
@@ -732,9 +734,7 @@ class Recorder:
     def _check_accumulation(self, step: int) -> None:
         configured, seen = self.config.grad_accum_steps, self.timer.grad_accum_steps
         if self.leads and step == WATCHED_KNOWN_STEP and configured is not None and configured != seen:
-            text = (
-                "the script accumulates %d micro-steps per step, but the run's are %d: use the run's grad_accum_steps"
-            )
+            text = "the script accumulates %d micro-steps per step, but the run requires %d: use its grad_accum_steps"
             logger.warning(text, seen, configured)
         if step == UNWATCHED_KNOWN_STEP and self._optimizer_calls is not None:
             calls, self._optimizer_calls = next(self._optimizer_calls), None

@@ -117,7 +117,7 @@ class Run:
 
     @property
     def active(self) -> bool:
-        """Return True if the run is measuring and sending."""
+        """Return True if the run is measuring and sending data."""
         return self.recorder is not None and not self.recorder.finished
 
     @property
@@ -309,8 +309,7 @@ class Run:
                 self.recorder.watch(_many(model), _many(optimizer))
 
     def largest_local_batch_size(self) -> int | None:
-        """Return the largest batch per rank that is predicted to fit into this rank's memory, without trying this
-        batch.
+        """Return the largest batch size per rank that is predicted to fit into this rank's memory; no batch is tried.
 
         Returns None if there is no run, and until the memory of a watched model has been read (after the fifth step). A
         prediction from a single batch size tends to be too small; see `tula_wire.memory`.
@@ -491,7 +490,7 @@ def _watch_process(*, failures: bool) -> None:
 
 
 def _finish_at_exit(pid: int) -> None:
-    """Finish the run before the interpreter shuts down, since no reference to the job may survive (see docs/limits.md).
+    """Finish the run before the interpreter shuts down, and drop all references to the script (docs/limits.md).
 
     A run that the script did not finish counts as succeeded, unless `sys.exit` was called with a status other than 0.
     """
@@ -509,4 +508,4 @@ def _finish_at_exit(pid: int) -> None:
     if run.recorder is not None:
         time.sleep(GLOO_RELEASE_S)
         del run
-        gc.collect()  # a process's first DDP model is in a cycle, since an import in its constructor keeps frames
+        gc.collect()  # a process's first DDP model is in a reference cycle, through frames that an import keeps

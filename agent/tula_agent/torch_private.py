@@ -1,6 +1,6 @@
 """Contains every use of a private part of PyTorch by the agent, since torch may change such parts without notice.
 
-Each docstring says why the public interface does not suffice. The private names were tested with torch 2.4.1 and
+Each docstring explains why the public interface does not suffice. The private names were tested with torch 2.4.1 and
 2.13.0, unless a docstring says otherwise; the agent supports torch 2.4 and later. If torch lacks an optional name, the
 function returns None or False, and the agent measures less.
 """
@@ -125,7 +125,7 @@ def ddp_buckets(model: Any) -> list[list[int]] | None:
     gradients.
 
     Returns None until the first backward pass has ordered DDP's buckets. If DDP searches for unused parameters, it
-    never orders them, and the result is always None.
+    never orders the buckets, and the result is always None.
     """
     text = str(ddp_statistics(model).get("rebuilt_per_bucket_param_indices", "")) if has_ddp_statistics(model) else ""
     return [[int(index) for index in bucket.split()] for bucket in text.split(",")] if text else None
@@ -222,7 +222,7 @@ def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 def foreach_subtract_(
     tensors: Sequence[torch.Tensor], changes: Sequence[torch.Tensor], rates: Sequence[float | torch.Tensor]
 ) -> None:
-    """Subtract its rate times its change (float32) from each dense tensor; overwrite the changes.
+    """Subtract rate times change (float32) from each dense tensor; overwrite the changes.
 
     All tensors with the same rate, device and type together need two kernels.
     """
@@ -253,9 +253,9 @@ def exact_products() -> Iterator[None]:
     """Multiply float32 matrices on a GPU in full float32 precision inside the context, whatever the script's settings
     are.
 
-    Since torch 2.9, this setting has two interfaces, and torch raises during a product if they contradict each other.
-    So the setting is changed through the interface that the script used. `allow_tf32` does not affect products on the
-    host.
+    Since torch 2.9, the precision can be set through two interfaces, and torch raises during a product if the two
+    settings contradict each other. So the precision is changed through the interface that the script used. `allow_tf32`
+    does not affect products on the host.
     """
     matmul = torch.backends.cuda.matmul
     try:
@@ -297,8 +297,7 @@ def autocast_dtype() -> torch.dtype | None:
 
 @contextmanager
 def tensors_without_data() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """Create tensors with shapes but without data inside the context; yield a function that converts real tensors to
-    these.
+    """Create tensors with shapes but without data inside the context; yield a function that converts real tensors.
 
     FakeTensorMode keeps the device of each tensor, unlike meta tensors (the fallback), but its module is private.
     """

@@ -40,8 +40,8 @@ request no batches.
 """
 _LOADERS_KEPT = 8
 _LISTS_HELD = 2
-"""Maximum number of datasets that are lists to keep alive, since a list allows no weak reference. A script typically
-trains on one list and evaluates on another.
+"""Number of list datasets to keep alive, since a list allows no weak reference. A script typically trains on one list
+and evaluates on another.
 """
 _FOLLOW_AFTER = 32
 """Number of consecutive steps of another optimizer after which the loop watches that optimizer instead."""
@@ -289,7 +289,7 @@ class UneditedLoop:
         usual, batches, backwards = self._recorder.timer.grad_accum_steps, self._batches, self._backwards
         replays = self._loads and not batches and self._steps_of_batch > self._usual_steps
         if backwards == usual or replays or not (batches or backwards):
-            return usual  # if batches are prefetched, fewer may be observed in a step than it has
+            return usual  # with prefetching, fewer batches may be observed in a step than it has
         return min(batches, backwards) or max(batches, backwards)
 
     def _boundary(self) -> None:
@@ -309,7 +309,7 @@ class UneditedLoop:
             self._run.finish()
             return
         self._left = True
-        time.sleep(GLOO_RELEASE_S)  # the script's frames destroy the model
+        time.sleep(GLOO_RELEASE_S)  # before the exception unwinds the script's frames, which destroys the model
         raise SystemExit(0)
 
     def _leave_loop(self) -> None:

@@ -130,7 +130,7 @@ def test_a_batch_that_a_script_lowers_after_an_out_of_memory_did_not_fit(
     assert {(path, body["state"], body["failed_local_batch_size"]) for path, body in ended} == {
         ("/v1/runs/run1", "out_of_memory", 8)
     }
-    assert "from 8 to 5 after: OutOfMemoryError: CUDA out of memory" in ended[0][1]["message"]
+    assert "from 8 to 5 after this error: OutOfMemoryError: CUDA out of memory" in ended[0][1]["message"]
     assert {path for _, path, _ in sink.requests if "/small" in path or "/middle" in path} == set()
 
 

@@ -139,7 +139,7 @@ def test_a_service_cannot_make_a_profiling_run_of_a_training(sink: Sink, launch:
 
 def test_accumulation_is_observed_and_reported_where_the_run_has_another(sink: Sink, launch: Launch) -> None:
     done = launch("train.py", "--accumulate", "4", TULA_GRAD_ACCUM_STEPS="1")
-    assert "accumulates 4 micro-steps per step, but the run's are 1" in done.stderr
+    assert "accumulates 4 micro-steps per step, but the run requires 1" in done.stderr
     assert {body["grad_accum_steps"] for body in sink.samples} == {4}
 
 
@@ -265,7 +265,7 @@ def test_a_run_that_ends_within_a_step_leaves_the_optimizers_hooks_in_place(sink
 
 def test_a_batch_size_that_differs_from_the_configured_one_is_reported(sink: Sink, launch: Launch) -> None:
     done = launch("train.py", TULA_LOCAL_BATCH_SIZE="32")
-    assert "batches of 8 per rank, but the run's are 32" in done.stderr
+    assert "a batch size of 8 per rank, but the run requires 32" in done.stderr
     assert {body["local_batch_size"] for body in sink.samples} == {8}
 
 

@@ -148,7 +148,7 @@ class UneditedCallback(TulaCallback):
         if self.run.stopping:
             self._fit.close()
             self.run.finish()
-            time.sleep(GLOO_RELEASE_S)  # the script's frames destroy the model
+            time.sleep(GLOO_RELEASE_S)  # before the exception unwinds the script's frames, which destroys the model
             raise SystemExit(0)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002

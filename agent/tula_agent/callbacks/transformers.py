@@ -82,9 +82,7 @@ class TulaTrainerCallback(TrainerCallback):
 
 
 def _watch_around(run: Run, model: Any) -> None:
-    """Watch the DDP module that wraps `model`, which is found during the first forward pass, since callbacks do not
-    receive it.
-    """
+    """Watch the DDP module around `model`; callbacks do not receive this module, so the first forward pass finds it."""
 
     def found(*_: Any) -> None:
         hook.remove()

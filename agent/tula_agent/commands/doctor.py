@@ -41,7 +41,7 @@ def _check(name: str, passed: bool, fact: str, remedy: str, otherwise: State = "
 
 
 def examine(environ: Mapping[str, str], client: httpx.Client, origin: str = "TULA_URL") -> list[Finding]:
-    """Return all findings in the order in which a job would fail; `origin` tells where the URL is set. Never raises."""
+    """Return all findings in the order in which a job would fail; `origin` names the URL's source. Never raises."""
     findings = [Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")]
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("torch", _torch),
@@ -61,7 +61,7 @@ def _torch() -> Iterator[Finding]:
     try:
         import torch
     except ImportError as error:
-        yield Finding("torch", "wrong", f"cannot be imported ({error})", "pip install 'tula[agent]'")
+        yield Finding("torch", "wrong", f"cannot be imported ({error})", "run `pip install 'tula[agent]'`")
         return
     major, minor = (int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     yield _check("torch", (major, minor) >= (2, 4), torch.__version__, "use torch 2.4 or newer")
@@ -80,7 +80,9 @@ def _torch() -> Iterator[Finding]:
         major, minor = torch.cuda.get_device_capability(index)
         name = f"{torch.cuda.get_device_name(index)} (sm_{major}{minor})"
         native = any(arch.startswith((f"sm_{major}", f"compute_{major}")) for arch in supported)
-        yield _check(f"cuda:{index}", native, name, "install wheels that support it (V100: the cu126 index)")
+        yield _check(
+            f"cuda:{index}", native, name, "install torch wheels that support this GPU (V100: from the cu126 index)"
+        )
     try:
         import pynvml
 
@@ -91,7 +93,7 @@ def _torch() -> Iterator[Finding]:
             "nvml",
             "warning",
             f"not available ({error})",
-            "pip install nvidia-ml-py to read the device",
+            "run `pip install nvidia-ml-py` to measure the device's memory and energy",
         )
 
 
@@ -106,7 +108,9 @@ def _ranks(environ: Mapping[str, str]) -> Iterator[Finding]:
             continue
         valid = (rank or "").isdigit() and (size or "").isdigit() and int(rank or 0) < int(size or 0)
         fact = f"rank {rank} of {size} ({names[0]})" if valid else f"{names[0]}={rank}, {names[1]}={size}"
-        yield _check("ranks", valid, fact, "start the script with torchrun, or set both so that 0 <= rank < size")
+        yield _check(
+            "ranks", valid, fact, "start the script with torchrun, or set both variables so that 0 <= rank < size"
+        )
         return
     yield Finding("ranks", "ok", "one process (no RANK in the environment)")
 
@@ -140,7 +144,7 @@ def _service(environ: Mapping[str, str], client: httpx.Client, origin: str) -> I
         remedy = "start a time service such as chrony (not needed for measurements)"
         yield _check("clock", agrees, "agrees with the service's clock" if agrees else apart, remedy, "warning")
     ready = client.get(url + routes.READY)
-    fact = "reachable, schema current" if ready.status_code == 200 else _detail(ready)
+    fact = "reachable, and the schema is current" if ready.status_code == 200 else _detail(ready)
     remedy = "see the service's log; after an upgrade, run `tula migrate`"
     yield _check("database", ready.status_code == 200, fact, remedy)
     token = environ.get("TULA_TOKEN")
@@ -150,7 +154,7 @@ def _service(environ: Mapping[str, str], client: httpx.Client, origin: str) -> I
             "token",
             "wrong",
             "refused" if token else "not set",
-            "set TULA_TOKEN: `tula token create`",
+            "set TULA_TOKEN to a token from `tula token create`",
         )
     elif answer.status_code == 403:
         yield Finding("token", "ok", "accepted, but only for its own job")

@@ -51,7 +51,9 @@ def estimate(
     model, sample, optimizer = _made(factory, batch)
     from tula_agent.measure.estimate import estimate_memory
 
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # no traceback before the error
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(
+        logging.CRITICAL
+    )  # no traceback before the error message
     try:
         estimated = estimate_memory(model, sample, optimizer)
     except Exception as error:  # the user's model may raise any exception

@@ -13,7 +13,7 @@ from tula_agent.guard import logger
 from tula_agent.readings import Interval, StepTiming
 
 _PATIENCE = 8
-"""Number of steps' micro-steps after which the timer stops waiting for the first step of a watched optimizer."""
+"""The timer waits this many times the expected number of micro-steps for a watched optimizer's first step."""
 POOL_SIZE = 256
 """Maximum number of events. A step uses four, so 64 steps can be in flight; further steps have only wall time."""
 
@@ -22,9 +22,8 @@ class StepTimer:
     """Computes the timings of optimizer steps from a loop's two events, batch requested and batch ready.
 
     A step ends at the first boundary after the optimizer has stepped or, if no optimizer is watched, after
-    `grad_accum_steps` micro-steps. A step that the optimizer skips (because of an inf under AMP) also ends after a
-    number of micro-steps. This is the number in the last two equal steps, since a script may not accumulate as
-    configured.
+    `grad_accum_steps` micro-steps. A step that the optimizer skips (because of an inf under AMP) ends after as many
+    micro-steps as the last two steps of equal length had, since a script may not accumulate as configured.
     """
 
     # This code runs with cold caches at every step; `__slots__` halves its cost.
@@ -94,7 +93,7 @@ class StepTimer:
         if self._stepped:
             if micro == self._last or self._expected is None:
                 if self._known and micro > self.grad_accum_steps:
-                    self.rose_from = self.rose_from or self.grad_accum_steps  # not the end of an epoch
+                    self.rose_from = self.rose_from or self.grad_accum_steps  # twice: not an epoch's end
                 self._expected, self._known = micro, True
             self._last = micro
         else:

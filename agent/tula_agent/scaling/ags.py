@@ -46,7 +46,7 @@ def factor_from_squares(small: torch.Tensor, large: torch.Tensor, *, s_min: floa
 
 @dataclass(frozen=True)
 class GatedFactors:
-    """Factor of each parameter (0-d or in the parameter's shape; None means 1) and the gate (0-d; 1: may be scaled)."""
+    """Factor of each parameter (0-d or in its shape; None means 1) and the gate (0-d; 1 if the step may be scaled)."""
 
     by_parameter: Gradients
     gate: torch.Tensor

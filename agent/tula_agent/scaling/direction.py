@@ -72,7 +72,7 @@ _NOISY = 1e4  # nu / |U|^2 above which D differs from U by less than 1e-4 of its
 
 
 def noise_level(noise: float, momentum: float, rows: int, damping: float = DAMPING) -> float:
-    """Return nu = c V / ((1 - mu^2) m); `noise` is V, `rows` is m. Infinite for a momentum of 1."""
+    """Return nu = c V / ((1 - mu^2) m); `noise` is V, `rows` is m. It is infinite if mu is 1."""
     kept = 1.0 - momentum**2
     return damping * noise / (kept * rows) if kept > 0.0 else math.inf
 
@@ -82,7 +82,7 @@ def corrections(updates: Sequence[torch.Tensor], levels: torch.Tensor) -> list[t
     """Return D - U for each matrix U (m, n), m <= n, in float32; `levels` (k,) has nu of each matrix, and |D| = |U|.
 
     The correction is zero for a matrix that is zero or contains NaN or infinity, and for a matrix whose level is not
-    finite or is far above the matrix; such a matrix keeps the step that SGD took. All matrices must be on one device.
+    finite or is far larger than |U|^2; such a matrix keeps the step that SGD took. All matrices must be on one device.
     Consecutive matrices of the same shape are multiplied together, and the inverse roots of all blocks of the same
     height are computed together, because launching operations on a GPU takes longer than running them. Products are
     computed in full precision, because the rounding that a script may allow exceeds the smallest eigenvalues and would

@@ -33,8 +33,8 @@ from tula_agent.torch_private import is_sharded
 _STATE_KEY, _FACTOR_KEY = "tula", "tula_factor"
 
 OWN_RATE = (
-    "the wrapped optimizer changes its learning rate within step(), where relative changes are kept, but a new rate is "
-    "not scaled: set learning rates outside step(), or wrap the optimizer inside the wrapped one"
+    "the wrapped optimizer changes its learning rate within step(). A relative change is kept, but a rate that step() "
+    "sets is not scaled: set learning rates outside step(), or wrap the inner optimizer instead"
 )
 
 
@@ -345,8 +345,8 @@ def _refuse_unusable(optimizer: Any) -> None:
         raise TypeError("optimizer is LBFGS, whose line search undoes any scaling: use a first-order optimizer")
     if is_sharded(p for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
-            "optimizer has sharded parameters, of which no rank keeps its own gradient for the comparison that "
-            "TulaOptimizer makes: use DDP, or train without TulaOptimizer"
+            "optimizer has sharded parameters, so no rank keeps its own gradient, which TulaOptimizer needs for "
+            "comparison: use DDP, or train without TulaOptimizer"
         )
     if any(group.get("lr") is None for group in optimizer.param_groups):
         raise ValueError(

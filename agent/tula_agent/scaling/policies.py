@@ -37,7 +37,7 @@ class Gain:
     spike_limit: while the gain is above 1, gradients longer than this multiple of the usual length are clipped to this
     multiple; None turns clipping off.
 
-    The class attributes are the rule's constants, which only experiments change, in a subclass. `noise_weight`: c in
+    The class attributes are the rule's constants, which only experiments change by subclassing. `noise_weight`: c in
     the gain. `growth`: the maximum ratio between the factors of two consecutive steps; None means no limit.
     `adaptive_power`: the exponent of the gain under an optimizer that divides by the gradient's size. `damping`: c in
     the direction; 0 gives all directions the same length, and None keeps the direction of the gradient.
@@ -174,7 +174,9 @@ class Served:
         return cls() if served == cls(version=1) else served
 
     def to_vector(self) -> list[float]:
-        """Return the values as a vector for an exchange between ranks; None becomes NaN, and float64 is exact."""
+        """Return the values as a vector for an exchange between ranks; None becomes NaN, and float64 stores all values
+        exactly.
+        """
         return [float("nan") if value is None else float(value) for value in vars(self).values()]
 
     @classmethod

@@ -197,7 +197,7 @@ class GainRule:
             if places != statistics.matrices:  # no measurement is in flight, so none is for other matrices
                 statistics.matrices, self.matrix_noise = places, []
             return statistics.measure()
-        # Without measurements, the ranks do not share the service's values or count the batch, so use this rank's.
+        # Without measurements, ranks share neither the service's values nor batch sizes, so this rank's are used.
         small = numbers.small_batch_size or statistics.pulled.small_batch_size
         larger = small is not None and (statistics.batch_size or statistics.observed) > small
         if self._scales and statistics.tap.parts and larger:  # at the base batch there is nothing to scale
@@ -257,8 +257,8 @@ class GainRule:
 
 
 class SpikeClip:
-    """Clips spikes: g <- g * min(1, limit * usual / |g|), where `usual` is the moving average (0.9) of |g| after
-    clipping.
+    """Clips spikes: g <- g * min(1, limit * usual / |g|), where `usual` is the moving average (decay 0.9) of clipped
+    |g|.
 
     |g| is computed from a fixed part of each large tensor, since it is compared only with earlier values of |g|.
 

@@ -22,7 +22,7 @@ from tula_agent.scaling.ranks import Ranks
 from tula_agent.scaling.taps import CALIBRATORS, Gradients, GradientTap
 from tula_agent.torch_private import norm_squared, norms, to_device, wide_dtype
 
-_MAX_RESIDUAL = 0.01  # of `common_factor`; above it, gradients were changed by more than one factor
+_MAX_RESIDUAL = 0.01  # limit of the relative error; above it, more than one factor changed the gradients
 _HEAD = 7  # count of numbers before the projections in a measurement
 _MATRICES_FROM = _HEAD + 2 * CALIBRATORS + SERVED_SLOTS
 _SIZE_DECAY = 0.9  # decay of the average of sizes that the script gives
@@ -126,7 +126,7 @@ class GradientStatistics:
 
     `counted_batch_size`: the number of examples per step over all ranks, from the last reading. A rank's own batch
     cannot be used, since the last batch of an epoch may be shorter on some ranks, whose factors would then differ.
-    `share`: the fraction of each batch of `global_batch_size` that the agent passes to this rank.
+    `share`: the fraction of each batch, and so of `global_batch_size`, that the agent passes to the script.
     `matrices`: the indices of the parameters whose noise is measured separately.
     `served`: the service's values that are in force, equal on all ranks. `pulled`: the values that this rank has
     requested; those of the first rank are sent to the other ranks in the next measurement, so that all ranks apply them
@@ -235,7 +235,7 @@ class GradientStatistics:
         self.counted_batch_size, self.last_count = self.last_count if short else count, count
 
     def batch_ratio(self, small_batch_size: int | None) -> float | None:
-        """Return B / b_small when both are known; never below 1."""
+        """Return B / b_small, at least 1, or None if either is unknown."""
         large = self.batch_size
         return None if small_batch_size is None or large is None else max(1.0, large / small_batch_size)
 

@@ -133,7 +133,7 @@ class GradientTap:
 
     @property
     def uneven(self) -> bool:
-        """Return True if some leaves had more backward passes than others, so that passes are not micro-steps.
+        """Return True if some leaves had more backward passes than others, so that a pass is not a micro-step.
 
         Causes are two losses with separate backward passes, and reentrant checkpoints with a shared module.
         """

@@ -264,7 +264,7 @@ def _mark(number: int) -> Path | None:
 
 
 def _host(channel: Channel, rank: int) -> str:
-    """Return the key of the host name of `rank`; keys differ between elastic rounds with different world sizes."""
+    """Return the key of a rank's host name; keys differ between elastic rounds of different sizes or restart counts."""
     return f"host/{channel.world_size}/{rank}"
 
 

@@ -9,7 +9,7 @@ _METRICS: Final = (
     ("tula.training.step.duration", "Wall-clock time of an optimizer step."),
     (
         "tula.training.communication.exposed.duration",
-        "Communication of a step that does not overlap compute.",
+        "Communication time in a step that is not hidden by compute.",
     ),
     ("tula.training.input.wait.duration", "Time that a step waits for data."),
 )
@@ -17,7 +17,7 @@ _METRICS: Final = (
 
 
 class OtelMetrics:
-    """Records three histograms with the process's own meter provider; without a provider, imports and does nothing."""
+    """Records three histograms with the process's own meter provider; does and imports nothing without one."""
 
     def __init__(self) -> None:
         self._histograms: list[Any] | None = None

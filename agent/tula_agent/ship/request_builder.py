@@ -372,7 +372,9 @@ class MetricNames:
             chosen = next(choice for end in endings if (choice := plain[: 64 - len(end)] + end) not in taken)
             if chosen != name:
                 logger.warning(
-                    "The metric %r is sent as %r: only a-z, 0-9, _ and 64 characters are allowed.", name, chosen
+                    "The metric %r is sent as %r: a name may have at most 64 characters, which must be a-z, 0-9 or _.",
+                    name,
+                    chosen,
                 )
             self._names[name] = chosen
         return self._names[name]

@@ -46,7 +46,7 @@ _OUR_PROBLEMS = "urn:tula:problem:"
 """Prefix of the problem `type` when the service itself refuses a request."""
 MAX_RETRY_AFTER_S = 300.0
 MAX_ANSWER_BYTES = 64 * 2**10
-"""Maximum length of a response; a Tula service sends no longer one to an agent."""
+"""Maximum number of bytes to read from a response; a Tula service never sends an agent more."""
 _PIECE_BYTES = 2**16
 _ETAG = re.compile(r'(?:W/)?"[\x21\x23-\x7e]{0,200}"')  # RFC 9110, section 8.8.3; other tags are ignored
 
