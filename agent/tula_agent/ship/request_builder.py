@@ -32,7 +32,7 @@ MAX_ROWS = 5_000
 """Maximum number of rows per request; the service accepts twice as many."""
 MAX_COLUMNS = 64
 MAX_VALUES = 60_000
-"""Maximum numbers of columns and values per telemetry request; at 14 bytes per value, this is below MAX_BODY_BYTES."""
+"""Maximum numbers of columns and values per telemetry request; at up to 14 bytes each, values fit MAX_BODY_BYTES."""
 MAX_NAMES = 1_000
 """Maximum number of metrics in a run; the service has the same limit."""
 STRAGGLER_SHARE = 0.02

@@ -98,7 +98,7 @@ def test_upload_sends_what_waits_and_keeps_what_is_refused(sink: Sink, tmp_path:
     again = CliRunner().invoke(command(upload), [str(tmp_path), "--url", sink.url])
     assert again.exit_code == 1
     assert "1 were refused (" in again.stderr
-    assert "check TULA_URL and TULA_TOKEN, and send them again, or delete them" in again.stderr
+    assert "check TULA_URL and TULA_TOKEN and send them again, or delete them" in again.stderr
 
 
 def test_an_upload_without_a_service_loses_nothing(sink: Sink, tmp_path: Path) -> None:

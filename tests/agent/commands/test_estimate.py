@@ -121,7 +121,7 @@ def test_state_of_an_optimizer_counts_where_one_is_returned(call) -> None:  # ty
         (["their_model:nothing", "--batch", "8"], "MODULE:FACTORY"),
         (["no_such_module:f", "--batch", "8"], "no_such_module"),
         (["their_model:model_only", "--batch", "8"], "model, batch"),
-        (["their_model:mismatched", "--batch", "8"], "cannot be run"),
+        (["their_model:mismatched", "--batch", "8"], "cannot be called with"),
         (["their_model:mlp", "--batch", "8", "--device", "abacus"], "H100"),
     ],
 )

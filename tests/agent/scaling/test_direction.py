@@ -331,7 +331,7 @@ def test_a_model_that_is_hidden_from_the_garbage_collector_is_warned_of(caplog):
         stepped_with_embedding(table)
     finally:
         gc.unfreeze()
-    assert "give their weights a parameter group with direction=False" in caplog.text
+    assert "put their weights into a parameter group with direction=False" in caplog.text
 
 
 def test_a_grad_scaler_changes_no_bit_of_turned_steps_and_a_skipped_step_leaves_no_trace():
