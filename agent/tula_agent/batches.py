@@ -157,11 +157,11 @@ def first_examples(value: Any, size: int, count: int) -> Any:
     Raises TypeError if a part has a different length, or if it could be either a list of examples or a list of tensors.
     """
     if isinstance(value, PackedSequence):
-        raise TypeError("it contains a packed sequence")
+        raise TypeError("a packed sequence cannot be cut")
     shape = getattr(value, "shape", None)
     if shape is not None:
         if len(shape) and shape[0] != size:
-            raise TypeError(f"it contains a tensor of shape {tuple(shape)}, whose first dimension is not {size}")
+            raise TypeError(f"the first dimension of a tensor of shape {tuple(shape)} is not {size}")
         return value[:count] if len(shape) else value
     if not tensors_in(value):
         return value[:count] if isinstance(value, (list, tuple)) and len(value) == size else value
@@ -175,7 +175,7 @@ def first_examples(value: Any, size: int, count: int) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
         return dataclasses.replace(value, **{name: first_examples(part, size, count) for name, part in parts.items()})
-    raise TypeError(f"it is or contains a {type(value).__name__}, which cannot be cut")
+    raise TypeError(f"an object of type {type(value).__name__} cannot be cut")
 
 
 def _first_of_sequence(value: Any, size: int, count: int) -> Any:

@@ -162,7 +162,7 @@ def resume(
         _refuse_other_weights(state, folder)
         rest, facts = _unpacked(blobs["rest"]), _describe(optimizer)
         if facts is not None and rest["optimizer"] != facts:
-            raise ValueError(f"its optimizer is {rest['optimizer']}, but the script's is {facts}")
+            raise ValueError(f"the saved optimizer is {rest['optimizer']}, but the script's is {facts}")
         return state, rest, _unpacked(blobs[mine])
 
     state, rest, own = ranks.on_each(prepare)
@@ -232,7 +232,7 @@ def _refuse_other_weights(state: dict[str, Any], folder: Path) -> None:
     kept = {name for name in saved if name.startswith("model.")}
     for sentence, names in (("lacks", present - kept), ("has weights that the model lacks:", kept - present)):
         if names:
-            raise ValueError(f"it {sentence} {', '.join(sorted(names)[:5])}")
+            raise ValueError(f"the checkpoint {sentence} {', '.join(sorted(names)[:5])}")
 
 
 def _packed(state: dict[str, Any]) -> bytes:
@@ -387,13 +387,13 @@ def _delete_superseded(folder: Path) -> None:
             if path not in kept and (path in complete or _age(path) < _age(folder)):
                 _delete(path)
     except Exception as error:
-        logger.warning("checkpoints older than %s were not deleted: %r", folder, error)
+        logger.warning("checkpoints older than %s could not be deleted: %r", folder, error)
 
 
 def _delete(folder: Path) -> None:
     """Delete the files of a checkpoint, and the folder if nothing else is in it.
 
-    Torch's `.metadata` is deleted first and our `tula.json` last, since the process may be killed in between.
+    `.metadata` is deleted first and `tula.json` last, since the process may be killed during the deletion.
     """
     try:
         for path in (folder / _COMPLETE, *folder.glob(".*.tmp"), *folder.glob("__*_*.distcp"), folder / _OURS):

@@ -58,7 +58,7 @@ class Launch:
         if self.cut_to is None or self.whole is None:
             return batch
         if size is None or size > self.whole or (first and size != self.whole):
-            raise TypeError(f"it has {size} examples, but the local batch size is {self.whole}")
+            raise TypeError(f"the batch has {size} examples, but the local batch size is {self.whole}")
         return batch if size <= self.cut_to else first_examples(batch, size, self.cut_to)
 
     def end_batch(self, step: int) -> None:

@@ -180,7 +180,7 @@ class Profiling:
         steps).
 
         A run ends because the service reports that it was cancelled, or because the first rank has measured the
-        requested steps or enough for the required precision. It ends at the next step at which all ranks read the
+        requested steps or enough for the required precision. The run ends at the next step at which all ranks read the
         decision.
         """
         if self.plan is None:

@@ -180,7 +180,7 @@ def test_a_checkpoint_that_one_rank_cannot_read_or_that_does_not_fit_it_is_resum
         **(
             {}
             if sharded
-            else {"resume where the second's model grew": r"read \(rank 1: ValueError: it lacks model.3.bias"}
+            else {"resume where the second's model grew": r"\(rank 1: ValueError: the checkpoint lacks model.3.bias"}
         ),
     }
     for attempt, error in failures.items():
@@ -345,12 +345,12 @@ def layers(*widths):
         (
             (2, 2, 1),
             (2, 2, 1),
-            "ValueError: its optimizer is TulaOptimizer of SGD with groups of \\[4\\] weights, but the script's is "
-            "TulaOptimizer of SGD with groups of \\[2, 2\\] weights",
+            "ValueError: the saved optimizer is TulaOptimizer of SGD with groups of \\[4\\] weights, but the script's "
+            "is TulaOptimizer of SGD with groups of \\[2, 2\\] weights",
         ),
         ((2, 2, 1), (2, 2, 3), "ValueError: .*mismatch .*\\[1, 2\\].*\\[3, 2\\]\\) for model.1.weight"),
-        ((2, 2, 1), (2, 2, 1, 1), "ValueError: it lacks model.2.bias, model.2.weight"),
-        ((2, 2, 1, 1), (2, 2, 1), "ValueError: it has weights that the model lacks: model.2.bias, model.2.weight"),
+        ((2, 2, 1), (2, 2, 1, 1), "ValueError: the checkpoint lacks model.2.bias, model.2.weight"),
+        ((2, 2, 1, 1), (2, 2, 1), "the checkpoint has weights that the model lacks: model.2.bias, model.2.weight"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, then, now, why):
@@ -372,7 +372,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, then, now, why
 def test_a_checkpoint_of_a_plain_optimizer_is_refused_with_gradient_scaling(tmp_path):
     model, optimizer = layers(2, 1)
     init().checkpoint(model, optimizer, directory=tmp_path)
-    with pytest.raises(CheckpointError, match=r"its optimizer is SGD .*, but the script's is TulaOptimizer"):
+    with pytest.raises(CheckpointError, match=r"the saved optimizer is SGD .*, but the script's is TulaOptimizer"):
         init().resume(model, TulaOptimizer(optimizer), directory=tmp_path)
 
 

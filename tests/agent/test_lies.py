@@ -74,7 +74,7 @@ def test_no_impossible_answer_changes_a_training(launch: Launch, ranks: int, eve
     assert done.printed("trained") == without.printed("trained")
     assert len(done.printed("trained")) == 5 * max(1, ranks)
     assert "Traceback" not in done.stderr
-    assert done.stderr.count("numbers of gradient scaling are ignored") == 5  # one warning per run
+    assert done.stderr.count("gradient-scaling values are ignored") == 5  # one warning per run
     assert_costs_little(done, without, lied_to)
 
 

@@ -180,7 +180,7 @@ class BucketTimer:
 
 def _event() -> Any:
     if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("an event has no time if it is recorded while a CUDA graph is captured")
+        raise RuntimeError("an event cannot be timed if it is recorded while a CUDA graph is captured")
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event

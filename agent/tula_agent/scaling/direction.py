@@ -220,9 +220,9 @@ class Shape:
 def embeddings(parameters: Sequence[torch.Tensor]) -> list[bool]:
     """Return, for each of `parameters`, whether it is an embedding table of a module in this process.
 
-    An optimizer refers only to tensors, so the modules are found through the garbage collector, once, in tens of
-    milliseconds. The collector does not show objects that `gc.freeze` has hidden, so a warning is logged if a parameter
-    is hidden. The search does not run any code of the modules.
+    An optimizer refers only to tensors, so the modules are found through the garbage collector, once, which takes tens
+    of milliseconds. The collector does not show objects that `gc.freeze` has hidden, so a warning is logged if a
+    parameter is hidden. The search does not run any code of the modules.
     """
     objects = gc.get_objects()
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)

@@ -128,7 +128,9 @@ class Exporter:
                 return
             saver.join(max(0.0, ends - time.monotonic()))
             if saver.is_alive():
-                logger.warning("some requests did not reach the spool within %g s: its disk is slow", deadline_s)
+                logger.warning(
+                    "some requests were not written to the spool within %g s, because the disk is slow", deadline_s
+                )
 
     def _save(self) -> None:
         """Save unsent requests; runs on a separate thread, since a disk can hang like a network."""

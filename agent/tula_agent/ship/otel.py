@@ -17,7 +17,7 @@ _METRICS: Final = (
 
 
 class OtelMetrics:
-    """Records three histograms with the process's own meter provider; does and imports nothing without one."""
+    """Records three histograms with the process's own meter provider, if there is one; imports nothing."""
 
     def __init__(self) -> None:
         self._histograms: list[Any] | None = None
