@@ -131,7 +131,7 @@ def prune(
 
 @token.command("create")
 def token_create(
-    name: Annotated[str, typer.Argument(help="Name that tells who uses the token, or what for.")],
+    name: Annotated[str, typer.Argument(help="Name of the token, such as its user or its purpose.")],
     scope: Annotated[str, typer.Option(help="Scope of the token: agent, read, user or admin.")] = "user",
     project: Annotated[
         str | None, typer.Option(help="Project of a read or user token (default: the default project).")

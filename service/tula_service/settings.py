@@ -47,7 +47,9 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Log level; debug includes ingest."
     )
-    log_format: Literal["auto", "json", "text"] = Field("auto", description="auto is text on a terminal, else json.")
+    log_format: Literal["auto", "json", "text"] = Field(
+        "auto", description="Log format; auto is text on a terminal, else json."
+    )
     read_only: bool = Field(False, description="Reject every change, and show the accuracy page without a token.")
     trace: bool = Field(False, description="Export OpenTelemetry traces; requires the extra `otel`.")
 

@@ -280,7 +280,7 @@ def test_any_metric_is_smoothed_on_a_logarithmic_axis_and_compared_with_other_ru
     with page.expect_response(lambda answer: "charts/eval_loss" in answer.url and "logarithmic=true" in answer.url):
         page.get_by_role("combobox", name="Values").select_option("logarithmic")
     page.get_by_role("combobox", name="Smoothing").select_option("strong")
-    expect(figure.locator(".subtitle")).to_have_text("Line: median of every 8")
+    expect(figure.locator(".subtitle")).to_have_text("Line: median of every 8 points")
     assert "logarithmic=true" in page.url
     seeded.telemetry(run_id, 1, range(3), {"lr": [0.1, 0.2, 0.3], "gpu_utilization": [0.5, 0.9, 0.8]})
     for name in ("lr", "gpu_utilization"):

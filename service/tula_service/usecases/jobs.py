@@ -166,7 +166,7 @@ def _patched(spec: wire.JobSpec, patch: wire.JobPatch) -> wire.JobSpec:
     if "only" in patch.model_fields_set:
         for name in patch.only or ():
             if name not in spec.options:
-                names = ", ".join(sorted(spec.options)) or "none: the job has no options"
+                names = ", ".join(sorted(spec.options)) or "none, since the job has no options"
                 raise InvalidInput(f"This job has no option {name!r}: use {names}.", field="only")
         changed["profiling"] = changed.get("profiling", spec.profiling).model_copy(update={"only": patch.only})
     if patch.prices is not None:

@@ -179,7 +179,7 @@ def test_a_trend_is_drawn_over_the_pale_series_it_sums_up() -> None:
     pale, line = spec["layer"][:2]
     assert (pale["data"]["name"], line["data"]["name"]) == ("loss", "loss_trend")
     assert pale["mark"]["opacity"] < line["mark"]["opacity"]
-    assert "median of every 200" in spec["title"]["subtitle"]
+    assert "median of every 200 points" in spec["title"]["subtitle"]
     compiles(spec)
 
 

@@ -16,7 +16,7 @@ _KINDS = ("inside the interval", "outside the interval", "no interval kept")
 _COLOURS, _SHAPES = (PALETTE[2], PALETTE[1], PALETTE[0]), ("circle", "diamond", "square")
 _NORMAL = NormalDist()
 _Z90 = _NORMAL.inv_cdf(0.95)
-_NONE_FOLLOWED = "No training run has followed a recommendation yet:\ntula run starts one."
+_NONE_FOLLOWED = "No training run has followed a recommendation yet.\nTo start one, use tula run."
 
 
 def accuracy(job: Job, ledger: Ledger, trainings: Sequence[Run] = ()) -> Spec:

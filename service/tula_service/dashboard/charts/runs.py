@@ -206,7 +206,7 @@ def _subtitle(series: Sequence[TelemetrySeries], trends: Sequence[TelemetrySerie
     if reduced:
         notes.append(f"{len(reduced[0].steps):,} of {reduced[0].total_points:,} points, with all peaks and dips")
     if trends:
-        notes.append(f"line: median of every {trends[0].total_points // len(trends[0].steps):,}")
+        notes.append(f"line: median of every {trends[0].total_points // len(trends[0].steps):,} points")
     text = "; ".join(notes)
     return text[:1].upper() + text[1:]
 
