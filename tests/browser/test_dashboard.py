@@ -369,7 +369,7 @@ def test_a_job_is_pasted_corrected_and_changed_with_the_keyboard_alone(chromium:
     expect(page.get_by_role("link", name="cost", exact=True)).to_have_attribute("aria-current", "true")
     page.get_by_text("Specification").press("Enter")
     expect(page.locator("[data-kept='spec']")).to_contain_text("deadline 2 d 2 h")
-    expect(page.locator("[data-kept='spec']")).to_contain_text("$3.06 a node-hour")
+    expect(page.locator("[data-kept='spec']")).to_contain_text("$3.06 per node-hour")
     context.close()
 
 
