@@ -65,7 +65,7 @@ def download_packages(python: str) -> int:
     """Pack all packages that the parts need on Linux with this Python version into a file; return pip's exit status.
 
     The file, PACKAGES with the suffix .tar.xz, must be small enough to transfer, so it does not contain torch, torch's
-    dependencies, and tests.
+    dependencies, or tests.
     """
     modules = {name for needs in NEEDS.values() for name in needs} - WITHOUT_DEPENDENCIES
     names = sorted(DISTRIBUTIONS.get(name, name) for name in modules)
