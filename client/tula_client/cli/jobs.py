@@ -339,7 +339,7 @@ def recommend(
         Target | None, typer.Option("--for", help="With --schedule: print only the schedule, in this program's format.")
     ] = None,
     beta2: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="With --schedule: Adam's beta2 at the base batch, or 0.999.")
+        float | None, typer.Option(min=0.0, max=1.0, help="With --schedule: beta2 at the base batch (default: 0.999).")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -89,8 +89,8 @@ def tune(
         list[str],
         typer.Option(
             metavar="failed|all|NODESxBATCH|RUN",
-            help="First measure these configurations again: those that failed, all, nodes x local batch as in 2x64 or "
-            "2x64,precision=bf16, or the one of a run id.",
+            help="Configurations to measure again first: failed, all, nodes x local batch as in 2x64 or "
+            "2x64,precision=bf16, or a run's id.",
         ),
     ] = [],  # noqa: B006 - typer copies
     only: Annotated[
