@@ -96,9 +96,10 @@ def named_configuration(
     options: Mapping[str, Sequence[str]] = MappingProxyType({}),
     flag: str = "--again",
 ) -> Configuration:
-    """Return the configuration that `word` names by a run's id, or nodes x local batch (x accumulation) as in `2x64`.
+    """Return the configuration that `word` names, which is a run's id or a shape such as `2x64` (nodes x local batch).
 
-    Values of the job's `options` may follow, as in `2x64,precision=bf16`; an omitted option has its first value.
+    A third factor in the shape is the accumulation. Values of the job's `options` may follow, as in
+    `2x64,precision=bf16`; an omitted option has its first value.
     newest: the newest run of each configuration. Raises `UsageError`, with `flag` in the message, if the word matches
     no configuration or several.
     """
