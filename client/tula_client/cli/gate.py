@@ -131,7 +131,7 @@ def _short(revision: str) -> str:
 
 
 def _at_revision(spec: JobSpec, revision: str, number: str) -> JobSpec:
-    """Return the specification of a separate job for one revision, so that measurements of other code are kept apart."""
+    """Return the specification of a separate job for one revision, so that other code is measured apart."""
     return spec.model_copy(update={"name": f"{spec.name}@{_short(revision)}-{number}"})
 
 
