@@ -1,4 +1,4 @@
-"""One answer for planning and recommending, computed from `JobData` alone: no database stands behind these tests."""
+"""Planning and recommendation use the same answer, which is computed only from `JobData`, without a database."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def job(**changes: Any) -> JobData:
 def profile_run(
     run_id: str, key: int, state: RunState, configuration: wire.Configuration, position: int = 0
 ) -> RunRecord:
-    """A profiling run of 10 s."""
+    """Return a profiling run that takes 10 s."""
     facts: dict[str, Any] = {field.name: None for field in fields(RunRecord)}
     facts |= {"id": run_id, "key": key, "kind": "profile", "state": state, "configuration": configuration}
     began = datetime(2026, 1, 1, tzinfo=timezone.utc)
@@ -47,7 +47,7 @@ def profile_run(
 def measured(
     data: JobData, configuration: wire.Configuration, *, state: RunState = "succeeded", **more: Any
 ) -> JobData:
-    """The same job after one more profiling run."""
+    """Return the job after one more profiling run."""
     number = len(data.runs)
     run = profile_run(f"run-{number}", number + 1, state, configuration, number)
     noise = np.exp(0.01 * np.random.default_rng(number).standard_normal())
@@ -66,7 +66,7 @@ def answer_of(data: JobData, objective: str | None = None) -> Answer:
 
 
 def profiled(data: JobData) -> tuple[JobData, PlanDecision]:
-    """The job once its plan has ended, with the last decision."""
+    """Return the job after the end of its plan, with the last decision."""
     for _ in range(30):
         decision = decide_plan(analyse(data))
         if not decision.active:
@@ -92,9 +92,9 @@ def test_the_plan_ends_with_the_very_candidate_measured_that_is_recommended(
 
 @pytest.mark.parametrize("ranks", [1, 64])
 def test_a_few_steps_that_are_alike_by_chance_do_not_outweigh_the_other_batches_of_their_launch(ranks: int) -> None:
-    """Where slow steps come at random, ten that are all slow look precise; the batches measured after them tell.
+    """If slow steps are random, ten slow steps look precise; the other batches of the launch show the real spread.
 
-    The ranks after the first send one sample of a run, whatever its length.
+    All ranks but the first send one sample per run, whatever its length.
     """
     node = {"min_nodes": 1, "max_nodes": 1, "ranks_per_node": ranks}
     batch = {"min_local_batch_size": 32, "max_local_batch_size": 128}
@@ -111,7 +111,7 @@ def test_a_few_steps_that_are_alike_by_chance_do_not_outweigh_the_other_batches_
         return answer_of(data).estimate([largest])[0].step_time_s.mean
 
     off = predicted(by_chance=True) / predicted() - 1.0
-    assert off < 0.3, "it was 0.49 where each measurement was believed by its own spread"
+    assert off < 0.3, "it was 0.49 when each measurement was weighted by its own spread"
 
 
 def test_a_plan_that_no_run_can_bring_within_the_limits_ends_with_what_they_would_have_to_be() -> None:
@@ -159,7 +159,7 @@ def test_the_learning_rate_of_the_candidates_is_that_of_the_reason() -> None:
 @pytest.mark.parametrize("steps", [20, 200])
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_the_line_of_quality_and_the_reason_agree_on_the_noise_and_on_who_scales(steps: int, nodes: int) -> None:
-    """The rate may come from the start of a run, the bound on the batch may not; one rank alone has no noise to see."""
+    """The learning rate may use the noise of short runs, but the bound on the batch may not; one rank has no noise."""
     facts = {"epochs": 1000, "cluster": {"min_nodes": nodes, "max_nodes": nodes, "ranks_per_node": 1}}
     data = replace(job(**facts), profiled_noise=[np.full(steps, 50_000.0)])
     fields = explanation.recommendation_fields(answer_of(data, "time"), None)
@@ -175,7 +175,7 @@ def test_the_line_of_quality_and_the_reason_agree_on_the_noise_and_on_who_scales
 
 @pytest.mark.parametrize("counted", [True, False])
 def test_memory_of_a_sharded_job_is_predicted_for_each_number_of_ranks(counted: bool) -> None:
-    """2e9 parameters under Adam: 32 GB that the ranks share, read by the agent or counted by the specification."""
+    """The ranks share the state of 2e9 parameters under Adam, 32 GB, which the agent or the specification counts."""
     shared, per_example, fixed = 32e9, 50e6, 0.2e9
 
     def reading(c: wire.Configuration) -> MemoryReading:
@@ -307,7 +307,7 @@ def test_a_specification_beyond_floating_point_is_answered_with_its_reason(preci
 
 
 def test_waiting_for_data_is_a_term_and_what_it_costs_is_said() -> None:
-    """Seven tenths of each step of one rank are a wait, which is predicted beside the compute of other batches, too."""
+    """A wait takes 70 % of each step of one rank, and is also predicted for other batches, in addition to compute."""
     data = job()
     for batch in (32, 256):
         c = wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=batch)
@@ -364,7 +364,7 @@ def test_batches_whose_convolutions_have_two_to_the_31_elements_are_named() -> N
 @pytest.mark.parametrize("num_runs", [0, 2])
 def test_a_step_is_expected_to_be_slower_where_a_gpus_convolutions_have_two_to_the_31_elements(num_runs: int) -> None:
     def by_batch(accelerator: str | None, elements: int | None) -> dict[int, float]:
-        """Predicted compute of one rank, s, by local batch: of the first guess, or from runs of 64 and 128 examples."""
+        """Return the predicted compute of one rank in seconds, by local batch, after `num_runs` runs."""
         cluster = {"max_nodes": 2, "ranks_per_node": 1, "accelerator": accelerator}
         model = {"name": "net", "convolution_elements_per_sample": elements}
         batch = {"min_local_batch_size": 64, "max_local_batch_size": 1024}
@@ -384,7 +384,7 @@ def test_a_step_is_expected_to_be_slower_where_a_gpus_convolutions_have_two_to_t
 
 
 def test_the_first_guess_of_a_small_batch_is_its_operations_times_a_launch() -> None:
-    """A host that a probe timed starts operations at its own pace, any other at 30 us."""
+    """The launch time of an operation is the probe's or, without a probe, 30 us."""
     batch = {"min_local_batch_size": 1, "max_local_batch_size": 1}
     cluster = {"max_nodes": 1, "ranks_per_node": 2, "accelerator": "H100", "price": {"usd_per_node_hour": 3.0}}
     model = {
@@ -405,7 +405,7 @@ def test_the_first_guess_of_a_small_batch_is_its_operations_times_a_launch() -> 
 
 
 def test_energy_is_predicted_from_the_power_that_runs_read_and_the_least_of_it_chosen() -> None:
-    """Twice the ranks take less than twice the speed, so one node takes the least energy, but the longest."""
+    """Twice the ranks are less than twice as fast, so one node uses the least energy but the most time."""
     data, _ = profiled(job(cluster={"max_nodes": 4, "ranks_per_node": 2, "price": {"usd_per_node_hour": 3.0}}))
     data = replace(data, spec=data.spec.model_copy(update={"usd_per_kwh": 0.3, "gco2_per_kwh": 400.0}))
     absent = explanation.recommendation_fields(answer_of(data, "energy"), None)
@@ -433,7 +433,7 @@ OPTIONS = {"precision": ["fp32", "bf16"], "compile": ["off", "on"]}
 
 
 def at(batch: int = 32, *, compiled: str = "off", precision: str = "fp32") -> wire.Configuration:
-    """One node with these values of `OPTIONS`."""
+    """Return a configuration of one node with these values of `OPTIONS`."""
     options = (("compile", compiled), ("precision", precision))
     return wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=batch, options=options)
 
@@ -452,7 +452,7 @@ def test_a_combination_that_crashes_condemns_a_value_only_once_that_value_fails_
     answer = answer_of(measured(data, at(compiled="on"), state="failed"))
     assert set(answer.evidence.left_out) == {("compile", "on")}
     assert {c.options for c in answer.evidence.failed} == {both.options, at(compiled="on").options}
-    assert "excluded because" not in explanation.why(answer), "the value's own sentence says it"
+    assert "excluded because" not in explanation.why(answer), "the sentence of the value has the reason"
 
 
 def effect_of(answer: Answer, value: str) -> wire.OptionEffect:

@@ -1,4 +1,4 @@
-"""A change of speed raises an alarm soon; stragglers and steady steps raise none."""
+"""A change of speed soon raises an alarm; stragglers and steady steps raise none."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_faster_job_is_noticed_too_and_nonsense_is_refused():
 
 @pytest.mark.parametrize("every", [2, 4, 8])
 def test_slow_steps_that_recur_as_predicted_confirm_no_alarm(every):
-    """The single steps are far from the predicted mean, their mean is not."""
+    """The single steps are far from the predicted mean, but their mean is near it."""
     times = np.where(np.arange(400) % every == 0, 0.162, 0.012)
     state = DriftState.expecting(0.95 * times.mean(), 1.05 * times.mean())
     for seen in range(20, 400):
@@ -71,7 +71,7 @@ def test_only_a_change_of_ten_per_cent_that_lasts_is_confirmed(factor, confirmed
         found.append(state.confirmed_by(times[seen - 19 : seen + 1]))
         state = state.rearmed() if state.alarm else state
     assert any(found) is confirmed
-    assert not any(found[:44]), "fourteen slow steps in a row are a burst"
+    assert not any(found[:44]), "fourteen consecutive slow steps are a burst"
 
 
 @pytest.mark.parametrize(("interval", "change"), [(0.1, 1.12), (0.2, 1.25), (0.3, 1.35), (0.5, 1.6), (0.5, 0.45)])
@@ -90,14 +90,14 @@ def test_a_speed_just_outside_a_wide_interval_alarms_within_a_hundred_steps(inte
 @pytest.mark.parametrize("interval", [0.1, 0.2, 0.3, 0.5])
 @pytest.mark.parametrize("place", [0.03, 0.97])
 def test_a_speed_just_inside_a_wide_interval_never_alarms(interval, place):
-    """With a noise that makes single steps leave the interval."""
+    """The noise is so large that single steps are outside the interval."""
     mean = 1.0 - interval + 2.0 * interval * place
     times = mean * np.exp(np.random.default_rng(5).normal(0, interval / 3.0, 2000))
     assert watch_drift(DriftState.expecting(1.0 - interval, 1.0 + interval), times).alarm is None
 
 
 def confirmed_alarms(times, width):
-    """(step, alarm) of a training whose samples arrive ten at a time: every step up to 100, then one in five."""
+    """Return (step, alarm) of a run that sends ten samples at a time: all steps up to 100, then every fifth step."""
     at = np.concatenate([np.arange(100), np.arange(100, times.size, 5)])
     state, found = DriftState.expecting(1.0 / (1.0 + width), 1.0 + width), []
     for seen in range(10, at.size + 1, 10):
@@ -117,7 +117,7 @@ def test_steady_steps_on_a_busy_host_confirm_no_alarm(width):
 @pytest.mark.parametrize("width", [0.05, 0.08, 0.12])
 @pytest.mark.parametrize(("since", "within"), [(0, 100), (1000, 200)])
 def test_a_training_that_becomes_a_quarter_slower_on_a_busy_host_is_noticed(width, since, within):
-    """Within 100 steps from its start; later, when one step in five is sampled, within twice as many."""
+    """The alarm takes at most 100 steps at the start and 200 later, when only every fifth step is sampled."""
     times = steady_steps()
     times[since:] *= 1.25
     step, alarm = confirmed_alarms(times, width)[0]
@@ -126,7 +126,7 @@ def test_a_training_that_becomes_a_quarter_slower_on_a_busy_host_is_noticed(widt
 
 
 def test_only_an_alarm_of_the_sums_begins_them_again():
-    """A block that ends soon after a change and is not confirmed must not delay the alarm that follows."""
+    """A block that ends soon after a change and is not confirmed must not delay the next alarm."""
     far = watch_drift(DriftState.expecting(0.9, 1.1), np.full(20, 2.0))
     assert far.rearmed() == DriftState(far.centre, far.half_width, steps=20)
     near = watch_drift(DriftState.expecting(0.9, 1.1), np.full(50, 1.12))

@@ -1,4 +1,4 @@
-"""What is said of the measurements: what they leave open, and which contradict one another."""
+"""Sentences about information that the measurements lack, and about measurements that contradict one another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rule for the learning rate: by optimizer, batch normalization and how many times the base batch."""
+"""The learning-rate rule depends on the optimizer, batch normalization and the ratio to the base batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Noise scale and statistical efficiency: known truths are recovered, errors cover, monotonicity holds."""
+"""The noise scale and the statistical efficiency recover known values, have valid intervals and are monotonic."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_efficiency_falls_with_batch_is_one_at_the_base_and_never_beats_perfect_
     assert at_high <= at_low
     assert at_base == pytest.approx(1.0)
     if low >= base:
-        assert at_low * low >= base * (1 - 1e-9)  # more examples a step never make a step worth less
+        assert at_low * low >= base * (1 - 1e-9)  # a step with more examples never makes less progress
 
 
 @given(noise=SIZES, base=SIZES)

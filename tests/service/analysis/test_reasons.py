@@ -1,4 +1,4 @@
-"""Why a candidate is chosen, or none is: what is said of limits and of what they cost."""
+"""Sentences that explain why a candidate was chosen or none was, which limits decided, and what they cost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def chosen_for(objective: Objective, found: list[Estimate], **limits: Any) -> Ch
 
 
 def estimates(*rows: tuple[int, int, float]) -> list[Estimate]:
-    """Candidates from (nodes, local batch, step time): one rank a node, intervals of 20 % either way."""
+    """Return candidates from (nodes, local batch, step time), with one rank per node and intervals of +- 20 %."""
     return [
         price(make_configuration(nodes, 1, batch), Interval(t, t / 1.2, t * 1.2), Training(1000, 2), Offer(3.6))
         for nodes, batch, t in rows

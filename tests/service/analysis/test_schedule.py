@@ -1,4 +1,4 @@
-"""A batch schedule: what its stages may be, what they are worth, and when the constant batch is kept."""
+"""The possible stages of a batch schedule, their savings, and when the constant batch is kept."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def goal_for(objective: Objective = "balanced") -> Goal:
 
 
 def candidates() -> list[Estimate]:
-    """One to eight nodes; a step takes seconds, of which the network has some from two nodes on."""
+    """Return candidates with one to eight nodes, whose steps include communication from two nodes on."""
     planned = []
     for nodes in (1, 2, 4, 8):
         for batch in (64, 128, 256):
@@ -145,8 +145,8 @@ def test_under_time_to_quality_each_part_counts_the_steps_of_its_own_noise_scale
 def test_a_curve_has_the_noise_scale_of_each_part_and_no_more_than_was_measured() -> None:
     steps = np.arange(2000)
     values = np.where(steps < 1000, 100.0, 400.0)
-    values[:100] = np.nan  # the first part: not measured
-    values[1500:1600] = np.inf  # the sixteenth: above what the run can measure
+    values[:100] = np.nan  # the first part was not measured
+    values[1500:1600] = np.inf  # the noise of the sixteenth part is too high to be measured
     curve = noise_curve("run-1", steps, values, global_batch_size=50, examples=100_000)
     assert curve.covered == pytest.approx(1.0)
     assert curve.values == pytest.approx([100.0] * 10 + [400.0] * 10)
@@ -163,7 +163,7 @@ def test_a_training_that_was_not_measured_throughout_gives_no_curve(steps: int, 
 
 
 def profiled_job(**changes: Any) -> JobData:
-    """A profiled job of 64,000 examples, whose early noise scale is 100."""
+    """Return a profiled job with 64,000 examples and an early noise scale of 100."""
     wanted = {"dataset": {"size": 64_000}, "objective": "balanced", "model": {"name": "net", "optimizer": "adam"}}
     data, _ = profiled(replace(job(**(wanted | changes)), trained_noise=[np.full(100, 100.0)]))
     slower = [replace(s, step_time_s=None if s.step_time_s is None else 300 * s.step_time_s) for s in data.summaries]
@@ -188,7 +188,7 @@ def test_a_schedule_has_whole_steps_the_gain_as_rate_and_a_beta2_of_constant_hal
     assert planned.steps == sum(stage.steps for stage in planned.stages)
     for stage in planned.stages:
         gain = StatisticalEfficiency(stage.noise_scale, 64).learning_rate_factor(stage.global_batch_size)
-        assert stage.learning_rate_factor == pytest.approx(gain**0.5), "Adam takes the root"
+        assert stage.learning_rate_factor == pytest.approx(gain**0.5), "Adam uses the square root"
         assert np.log(stage.beta2) / stage.global_batch_size == pytest.approx(np.log(0.999) / 64)
     assert planned.saved_s is not None
     assert planned.saved_usd is not None

@@ -1,4 +1,4 @@
-"""Accuracy on measured grids, replayed through the planner by the benchmarks themselves; and the model's purity."""
+"""The model is accurate on measured grids, which the benchmarks replay through the planner, and it is pure."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_physical_form_beats_the_papers_at_the_same_corners(workloads):
 
 @pytest.mark.parametrize("campaign", ["", " (first campaign)"])
 def test_waits_of_a_source_join_its_own_campaign_and_a_table_that_joins_nothing_is_refused(tmp_path, capsys, campaign):
-    """A repeat of other runs has waits too, but not of the step times in the grids."""
+    """Repeats of other runs also have waits, but their step times are not in the grids."""
     grids, sync = tmp_path / "grids.csv", tmp_path / "sync.csv"
     grids.write_text(
         "workload,source,gpu,cluster,model,grid,num_nodes,world_size,local_batch_size,step_time_s\n"

@@ -1,4 +1,4 @@
-"""Runs towards a choice: verification, and the lowest confidence bound."""
+"""The runs that refine a choice: its verification and the candidate with the lowest confidence bound."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def step_time(c: Configuration) -> float:
 
 
 def mostly_launches(c: Configuration) -> float:
-    """A device that small batches leave idle: nothing but the largest is worth choosing."""
+    """Return the step time of a device that small batches leave idle, so only the largest batch is worth choosing."""
     return 0.2 + 0.0002 * c.local_batch_size
 
 
 def fitted(done, candidates, time=step_time) -> StepTimeModel | None:
-    """The model of the measured configurations; None before the first."""
+    """Return the model of the measured configurations, or None if there are none."""
     if not done:
         return None
     return fit_step_time(StepTimeObservations.at(done, [time(c) for c in done]), candidates=candidates)
@@ -72,7 +72,7 @@ def test_the_choice_is_verified_before_any_contender():
 
 
 def estimates(*values: tuple[float, float, bool], limits: Limits | None = None) -> Choice:
-    """One candidate for each (time in s, factor to the upper end of its interval, measured); its batch is its place."""
+    """Return a candidate per (seconds, ratio of its interval's upper end, measured), whose batch is its position."""
     free = Interval(0.0, 0.0, 0.0)
     found = []
     for place, (mean, factor, measured) in enumerate(values):
@@ -105,7 +105,7 @@ def test_a_measured_candidate_counts_with_its_mean_however_wide_its_interval():
 def test_limits_come_before_the_value():
     limits = Limits(deadline_s=0.9)
     promising = estimates((1.0, 1.04, True), (2.0, 1.2, False), (1.1, 1.5, False), limits=limits)
-    assert place_of_most_promising(promising) == 2, "it alone may keep the deadline"
+    assert place_of_most_promising(promising) == 2, "only this candidate may meet the deadline"
 
 
 def test_the_expected_gain_of_a_launch_sums_the_expected_improvements_of_its_batches():
@@ -117,7 +117,7 @@ def test_the_expected_gain_of_a_launch_sums_the_expected_improvements_of_its_bat
     assert expected_gain(found, runnable) == pytest.approx(sum(each.mean() for each in improvements), rel=0.01)
     assert expected_gain(found, runnable[3:]) == pytest.approx(0.0, abs=1e-6)
     late = estimates((1.0, 1.04, True), hopeless, limits=Limits(deadline_s=0.5))
-    assert expected_gain(late, runnable) > 1.0, "the choice breaks the deadline"
+    assert expected_gain(late, runnable) > 1.0, "the choice exceeds the deadline"
 
 
 @pytest.mark.parametrize(("num_nodes", "ranks", "hopeful"), [(8, 1, False), (2, 8, True)])

@@ -1,4 +1,4 @@
-"""Prices, frontier, knee and limits: what is recommended."""
+"""The recommended candidate follows from prices, frontier, knee and limits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SPREAD = 1.2
 
 
 def choose(objective: Objective, found: list[Estimate], **goal: Any) -> Choice:
-    """The choice for a goal of these limits and prices; its training and offers are in the estimates."""
+    """Return the choice for a goal with these limits and prices; the estimates include training and offers."""
     return perfmodel_choice.choose(Goal(objective, Training(1000, 2), {}, **goal), found)
 
 
@@ -44,7 +44,7 @@ PEAK = Interval(8e9, 7e9, 9e9)
 
 
 def of_options(step_s: float, **options: str) -> Estimate:
-    """One node with these values of options and an interval of 20 % either way, of which a run's noise is a tenth."""
+    """Return one node with these options and an interval of +- 20 %, of which a tenth is the noise of a run."""
     (estimate,) = estimates([(1, 64, step_s)])
     return replace(estimate, configuration=replace(estimate.configuration, options=tuple(sorted(options.items()))))
 
@@ -58,7 +58,7 @@ def test_a_value_that_may_be_no_better_is_not_chosen_over_todays(objective: Obje
     assert choice.expected_best is better
     assert choice.runner_up is (None if objective == "cost" else better)
     assert "clearly better" in choice.merit
-    assert choose(objective, [better, today]).chosen is better, "without options there is no today"
+    assert choose(objective, [better, today]).chosen is better, "without options, there are no values of today"
     exact = [replace(each, known_sd=0.001) for each in (better, today)]
     assert choose(objective, exact, options=values).chosen is exact[0]
     choice = choose(objective, [better, today, clearly_better], options=values)
@@ -76,7 +76,7 @@ def test_of_values_that_may_be_as_good_the_fewest_changes_are_chosen_then_the_fi
 
 
 def estimates(rows, offer=None, **options):
-    """Candidates from (nodes, local batch, step time): one rank a node, intervals of 20 % either way."""
+    """Return candidates from (nodes, local batch, step time), with one rank per node and intervals of +- 20 %."""
     offer = offer or Offer(usd_per_node_hour=3.6)
     return [
         price(
@@ -332,7 +332,7 @@ def test_the_product_of_time_and_cost_knows_no_unit(rows, slower, dearer):
     other = choose("balanced", scaled)
     products = sorted(plain.goal.value(e).expected for e in plain.frontier)
     clear = all(abs(p / (1.1 * products[0]) - 1.0) > 1e-6 for p in products) and len(set(products)) == len(products)
-    if clear:  # else rounding decides
+    if clear:  # otherwise, rounding would decide
         assert other.chosen.configuration == plain.chosen.configuration
 
 

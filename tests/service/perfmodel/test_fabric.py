@@ -1,4 +1,4 @@
-"""The line through a probe: alpha and beta are found again, and scaled to other rings."""
+"""The line through a probe's readings recovers alpha and beta, which are scaled to other rings."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_sizes_that_show_no_latency_leave_it_wide() -> None:
 
 
 def test_a_ring_takes_as_many_hops_as_it_has_other_ranks() -> None:
-    """2 (N - 1) hops of a latency and s / N bytes each."""
+    """A ring takes 2 (N - 1) hops, each with a latency and s / N bytes."""
     hop_s, byte_s = 1e-4, 1e-9
     cost = fitted([2 * (hop_s + size / 2 * byte_s) for size in SIZES])
     for ranks in (2, 3, 8, 64):
@@ -79,7 +79,7 @@ def test_a_time_that_is_not_positive_is_refused() -> None:
 
 
 def test_the_prior_holds_what_was_probed_over_nodes_and_within_one() -> None:
-    """Two nodes of four ranks, 100 MB of gradients: the form's collectives are the probe's, in seconds."""
+    """With two nodes of four ranks and 100 MB of gradients, the collectives take as long as the probe measured."""
     across, inside = fitted(measured(4e-4, 4e-9)), fitted(measured(5e-5, 2e-10))
     fabric = Fabric(2, 4, across, inside)
     prior = with_fabric(generic_prior(), fabric, buckets=Buckets.of(1e8), max_nodes=8, ranks_per_node=4)
@@ -91,7 +91,7 @@ def test_the_prior_holds_what_was_probed_over_nodes_and_within_one() -> None:
 
 
 def test_readings_count_on_as_many_ranks_as_were_probed() -> None:
-    """A line through latency and bandwidth sums what overlaps: 5 ms and 5 ms are 5 ms here, not 10."""
+    """The line adds latency and bandwidth even if they overlap; here, 5 ms and 5 ms take 5 ms, not 10 ms."""
     sizes = [2.0**power for power in range(10, 24, 2)]
     seconds = [max(5e-3, size * 7.5e-8) for size in sizes]
     cost = fit_all_reduce(sizes, seconds, [0.01] * len(sizes))
@@ -104,7 +104,7 @@ def test_readings_count_on_as_many_ranks_as_were_probed() -> None:
 
 @pytest.mark.parametrize("size_bytes", [3.0 * 2**14, 2.0**19, 2.0**21 + 1.0])
 def test_a_size_between_two_readings_of_a_straight_line_lies_on_it(size_bytes: float) -> None:
-    """A chord between logarithms is up to 6 % above it."""
+    """A chord between two logarithms is up to 6 % above the line."""
     seconds, _ = fitted(measured(5e-3, 2e-8)).ring(8, 8, 1.0, size_bytes)
     assert seconds == pytest.approx(5e-3 + 2e-8 * size_bytes, rel=0.01)
 
@@ -119,15 +119,17 @@ def test_a_prior_that_knows_its_collectives_better_keeps_them() -> None:
 
 
 def timed(total_mib: float, cap_mib: float, lateness: float) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of DDP's buckets, and when each is complete in a step of 1 s; above 1, `lateness` delays the last ones."""
+    """Return the bytes and the times of DDP's buckets in a step of 1 s; `lateness` above 1 delays the last ones."""
     number = max(1, round(total_mib / cap_mib))
     done = np.arange(1, number + 1) / number
     return np.full(number, total_mib / number * 2**20), 1 / 3 + 2 / 3 * done**lateness
 
 
 def test_the_prior_follows_simulated_steps() -> None:
-    """1 MiB to 1.3 GiB of gradients, evenly complete or late, links of 0.2 to 100 Gbit/s, compute of a third to three
-    times the collectives of four nodes, 2 to 16 nodes, batches of half to four times the timed one.
+    """The cases have 1 MiB to 1.3 GiB of gradients, which are complete evenly or late, and links of 0.2 to 100 Gbit/s.
+
+    Compute takes a third to three times as long as the collectives of four nodes. There are 2 to 16 nodes, and batches
+    of half to four times the timed batch.
     """
     missed = []
     cases = product([(1.0, 0.25), (5.0, 1.0), (100.0, 25.0), (1300.0, 25.0)], [1.0, 2.5], [0.2, 1.0, 10.0, 100.0])

@@ -1,4 +1,4 @@
-"""Which batches keep the accuracy: more epochs allow more, and what is not known allows less."""
+"""The batches that keep the accuracy: more epochs allow larger batches, and unknown facts only smaller ones."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_sentence_says_when_the_accuracy_is_at_risk(guard, batch, refused):
 @pytest.mark.parametrize("noise", [None, 1000.0, 8000.0])
 @pytest.mark.parametrize("base", [32, 256])
 def test_resnet_50_on_imagenet_may_train_at_8192_for_90_epochs(base, noise):
-    """Goyal et al. (2017): no accuracy is lost."""
+    """In the experiments of Goyal et al. (2017), no accuracy was lost."""
     guard = AccuracyGuard(90 * 1_281_167.0, base, noise, SGD)
     assert guard.allows(8192)
     assert "14,075 steps" in guard.sentence(8192, refused_larger=False)
@@ -116,7 +116,7 @@ def test_the_line_of_quality_names_steps_noise_and_the_rate():
 
 
 def chosen(objective, guard, limits=None) -> Choice:
-    """Perfect scaling at the price of one node: the larger the batch, the better in everything."""
+    """Return the choice for perfect scaling at the price of one node, with which a larger batch is always better."""
 
     def candidate(batch: int) -> Estimate:
         time = Interval(*(3600.0 * 32 / batch,) * 3)
@@ -167,7 +167,7 @@ def test_no_contender_is_looked_for_among_refused_batches():
 def test_of_nearly_equal_choices_batch_normalization_gets_at_most_twice_the_base_batch(
     batch_normalization, base, local
 ):
-    """2 nodes of 64 examples take a little longer, and cost a little less, than 4 of 32."""
+    """2 nodes with 64 examples take a little longer and cost a little less than 4 nodes with 32."""
 
     def candidate(nodes: int, batch: int, seconds: float, usd: float) -> Estimate:
         time, cost = Interval(seconds, seconds, seconds), Interval(usd, usd, usd)

@@ -1,4 +1,4 @@
-"""Waits for data: fitted from runs that waited and runs that did not, and a term of the prediction."""
+"""Waits for data are fitted to runs with and without waits, and are a term of the prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The knee lies on the job's own frontier of cost over time, or a sentence says why there is none."""
+"""The knee lies on the job's frontier of cost over time, or a sentence says why there is no knee."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory model: lines are recovered, out-of-memory tightens, and the largest batch is safe as stated."""
+"""The memory model recovers lines, uses out-of-memory failures, and is as safe as stated for the largest batch."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_one_reading_is_enough_for_a_wide_answer_and_counted_bytes_narrow_it():
 
 
 def test_static_memory_does_not_fluctuate_so_a_small_growth_beside_it_is_read_as_it_is():
-    # A tiny network: nearly all is context and libraries, and 8 more examples cost 36 MiB.
+    # In a tiny network, nearly all memory is context and libraries, and 8 more examples need 36 MiB.
     mib = 2.0**20
     model = fit_memory(MemoryObservations([8, 16], [1731 * mib, 1767 * mib]))
     assert model.predict(128.0).mean == pytest.approx((1731 + 4.5 * 120) * mib, rel=0.2)
@@ -142,7 +142,7 @@ def test_an_out_of_memory_at_a_batch_that_was_also_read_as_fitting_is_said_and_t
     model = fit_memory(observed)
     assert any("ran out of memory" in note and "also has a measured peak" in note for note in model.notes)
     assert model.max_local_batch_size(16 * GIB) == 31
-    # Three GiB were read, on 16 that ran out: no curve explains it, and none becomes wild.
+    # A reading of 3 GiB on a device with 16 GiB that ran out has no explanation, but predictions stay plausible.
     assert model.predict(16.0).mean == pytest.approx(line(16), rel=0.25)
     assert all(np.isfinite(model.predict(batch).high) for batch in (16.0, 31.0, 64.0))
 

@@ -1,4 +1,4 @@
-"""Designs: the runs that a plain matrix of covariances would choose, and a first plan of thousands is quick."""
+"""A design has the runs that a plain covariance matrix would choose, and is fast with thousands of candidates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def model_of(candidates: list[Configuration]) -> StepTimeModel:
 
 
 def matrix(model: StepTimeModel, candidates: list[Configuration]) -> np.ndarray:
-    """The oracle's covariance of log step time between all candidates; types are independent."""
+    """Return the oracle's covariance of log step time between all candidates; instance types are independent."""
     found = np.zeros((len(candidates), len(candidates)))
     for name in {c.instance_type for c in candidates}:
         at = [row for row, c in enumerate(candidates) if c.instance_type == name]
@@ -47,7 +47,7 @@ def conditioned(covariance: np.ndarray, row: int) -> np.ndarray:
 
 
 def picked(covariance: np.ndarray, wanted: int, known: list[int], weights: np.ndarray) -> list[int]:
-    """The oracle: each pick removes most of the weighted variance."""
+    """Return the oracle's design, of which each run removes as much weighted variance as possible."""
     for row in known:
         covariance = conditioned(covariance, row)
     chosen: list[int] = []

@@ -1,4 +1,4 @@
-"""Plans: the right runs for a reason, within the budget, and an end that says why."""
+"""Plans have the right runs with a purpose, stay within the budget, and end with a reason."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def step_time(c: Configuration) -> float:
 
 
 def fitted(done, candidates, time=step_time) -> StepTimeModel | None:
-    """The model of the measured configurations; None before the first."""
+    """Return the model of the measured configurations, or None if there are none."""
     if not done:
         return None
     return fit_step_time(StepTimeObservations.at(done, [time(c) for c in done]), candidates=candidates)
 
 
 def work_through(search: Search, candidates, goal=GOAL, budget=None, time=step_time, **options):
-    """Run the plan to its end; every configuration in order, and the reason why it ended."""
+    """Run the plan to its end, and return all configurations in order and the reason for the end."""
     done: list[Configuration] = []
     while True:
         step = plan(search, candidates, fitted(done, candidates, time), goal=goal, budget=budget, **options)
@@ -89,7 +89,7 @@ def test_the_first_design_goes_in_parallel_and_does_not_depend_on_step_times(goa
 
 @pytest.mark.parametrize("most", [None, 64])
 def test_with_a_goal_the_largest_cluster_first_runs_the_batch_that_would_be_chosen_there(most):
-    """A user's limit on the batch counts before anything was measured."""
+    """The user's limit on the batch also applies before anything has been measured."""
     limit = None if most is None else 8 * 4 * most
     goal = Goal("time", Training(1e6), {"default": Offer()}, Limits(max_global_batch_size=limit))
     first = plan("adaptive", GRID, goal=goal).runs[0].configuration
@@ -99,7 +99,7 @@ def test_with_a_goal_the_largest_cluster_first_runs_the_batch_that_would_be_chos
 
 
 def test_when_every_prediction_breaks_a_limit_the_likeliest_to_keep_it_is_tried_before_giving_up():
-    """Two nodes are faster than the form can know; a deadline that only they keep is kept."""
+    """Two nodes are faster than the form predicts; a deadline that only they meet is met."""
 
     def surprising(c: Configuration) -> float:
         return step_time(c) * (0.5 if c.num_nodes == 2 else 1.0) * (1.6 if c.num_nodes > 2 else 1.0)
@@ -138,7 +138,7 @@ def test_a_price_per_gigabyte_hour_counts_as_one_gigabyte_a_rank():
     ids=["time", "cost", "balanced", "without prices", "waiting", "more steps"],
 )
 def test_the_design_aims_at_what_the_choice_wants_small(goal):
-    """Before any run each candidate is as dear as the choice will find it, but for a common factor."""
+    """Before any run, the cost of each candidate is the cost in the later choice, except for a common factor."""
     model = unmeasured_model(Priors({"default": generic_prior()}), GRID)
     result = recommend(GRID, model, goal)
     wanted = np.log([goal.value(estimate).mean for estimate in result.estimates])
@@ -259,7 +259,7 @@ def test_a_first_launch_that_told_the_split_fixes_no_other_before_its_result():
 
 
 def test_single_runs_include_the_smallest_cluster_after_the_largest():
-    """What lies beyond a cluster that was never measured is predicted worst."""
+    """Predictions are worst beyond the largest measured cluster."""
     for goal in (GOAL, replace(GOAL, objective="time"), KNEE):
         nodes = [run.configuration.num_nodes for run in plan("adaptive", GRID, goal=goal).runs]
         assert nodes[0] == 8
@@ -267,7 +267,7 @@ def test_single_runs_include_the_smallest_cluster_after_the_largest():
 
 
 def test_a_design_varies_the_micro_steps_of_a_job_that_accumulates():
-    """What comes once a step is told from the rest by several accumulations alone."""
+    """Only different numbers of micro-steps separate the once-per-step part from the others."""
     candidates = [make_configuration(nodes, 4, 32, steps) for nodes in (1, 2, 4, 8) for steps in (1, 2, 4, 8)]
     chosen = design(candidates, Priors(), 4)
     assert len({c.grad_accum_steps for c in chosen}) >= 2

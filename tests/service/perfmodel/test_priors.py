@@ -1,4 +1,4 @@
-"""The first guess of a step time: from hardware figures, and corrected by how fast earlier jobs really ran."""
+"""The first guess of a step time comes from hardware figures, corrected by the speed of earlier jobs."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_gathering_parameters_again_in_the_backward_pass_is_half_as_much_communi
 
 @pytest.mark.parametrize("micro_batches", [4, 8, 32])
 def test_a_pipeline_of_p_stages_takes_m_plus_p_minus_one_micro_steps(micro_batches):
-    stages, micro_batch = 4, 32  # so that the floor of launches counts for little
+    stages, micro_batch = 4, 32  # so that the floor of launches has little effect
     prior = a_guess(idle_samples=(stages - 1.0) * micro_batch)
     batches = np.array([micro_batch, micro_batches * micro_batch], np.float64)
     points = Points(num_nodes=[1.0, 1.0], world_size=[1.0, 1.0], local_batch_size=batches)
@@ -149,7 +149,7 @@ def test_a_job_on_the_same_device_counts_more_than_one_on_another_and_neither_co
 
 
 def test_one_job_corrects_by_its_share_of_all_that_varies():
-    """The posterior of a sum of normals, as long as the jobs say nothing else of how far networks differ."""
+    """The result is the posterior of a sum of normals if the jobs do not show how far networks differ."""
     everywhere, device, network = 0.5**2, 0.4**2, 0.5**2
     typical, rest = 0.5, everywhere + device + network
     for name, common in (("here", everywhere + device), ("there", everywhere)):
@@ -170,7 +170,7 @@ def test_a_device_whose_figures_are_a_guess_says_little_of_others_and_keeps_its_
     facts = ModelFacts(25e6, 8e9, 40e6, 100e6)
     unknown = prior_from_hardware(facts, Hardware(), reference_batch_size=128)
     after = corrected(unknown, [ScaleError(0.3, "there")] * 8, device_sd=1.0)
-    assert after.sd[0] > 1.0, "nothing was learnt of how fast this device is"
+    assert after.sd[0] > 1.0, "the speed of this device was not learned"
     assert corrected(unknown, [ScaleError(0.3, "here", device_sd=1.0)] * 8, device_sd=1.0).sd[0] < 0.6
 
 
@@ -226,7 +226,7 @@ FLOOR, S_INTRA, S_INTER = 1, 4, 6
 
 
 def learned(parameter: int, value: float, *, sd: float = 0.05, c: float = 0.0) -> StepTimePrior:
-    """The posterior of a job that measured its scale and one parameter, and nothing of the others."""
+    """Return the posterior of a job that measured only its scale and one parameter."""
     base = generic_prior()
     mean, widths = base.mean.copy(), base.sd.copy()
     mean[0], widths[0] = c, 0.05
@@ -251,7 +251,7 @@ def test_the_next_job_differs_from_others_as_they_differ_from_one_another():
 
 
 def test_collectives_carry_over_as_seconds_per_gradient_byte():
-    """A network twice as slow with a tenth of the parameters: the same fabric moves its gradients in a tenth."""
+    """For a network that is twice as slow with a tenth of the parameters, collectives take a tenth of the time."""
     scale = a_guess()
     other = learned(S_INTER, float(np.log(0.5)), c=float(scale.mean[0]) + float(np.log(2.0)))
     found = prior_from_jobs([other] * 5, scale=scale, gradient_ratios=[10.0] * 5)
@@ -262,7 +262,7 @@ def test_collectives_carry_over_as_seconds_per_gradient_byte():
 
 
 def test_a_collective_known_in_seconds_stays_so_whatever_compute_turns_out_to_be():
-    """Runs on one GPU that are eight times slower than guessed move the ratio of the two, and not the fabric."""
+    """Runs on one GPU that are eight times slower than guessed change the ratio to compute, but not the fabric."""
     scale = a_guess()
     prior = prior_from_jobs([learned(S_INTER, 0.0, c=0.0)] * 5, scale=scale, gradient_ratios=[1.0] * 5)
     one = [make_configuration(1, 1, batch) for batch in (32, 128)]
@@ -277,7 +277,7 @@ def test_a_collective_known_in_seconds_stays_so_whatever_compute_turns_out_to_be
 
 
 def test_jobs_that_inherit_a_network_and_stay_on_one_gpu_do_not_make_the_next_surer_of_it():
-    """One job measured it; nine that start from its lesson and never leave one GPU repeat nothing."""
+    """One job measured the network; nine later jobs that use its result on one GPU do not count as measurements."""
     nodes = [make_configuration(n, 1, batch) for n in (1, 2, 4, 8) for batch in (32, 128)]
     times = [0.02 + 0.001 * c.local_batch_size + 0.05 * (c.num_nodes - 1) / c.num_nodes for c in nodes]
     lessons = [
@@ -291,13 +291,13 @@ def test_jobs_that_inherit_a_network_and_stay_on_one_gpu_do_not_make_the_next_su
         lessons.append(model.posterior_for(Variant()).without_prior())
     after = prior_from_jobs(lessons, scale=a_guess(), gradient_ratios=[1.0] * 10)
     assert after.sd[S_INTER] > 0.95 * first.sd[S_INTER]
-    assert first.sd[S_INTER] < 0.6 * a_guess().sd[S_INTER], "the job that measured it taught it"
+    assert first.sd[S_INTER] < 0.6 * a_guess().sd[S_INTER], "this comes from the job that measured it"
     assert after.mean[0] + after.mean[S_INTER] == pytest.approx(first.mean[0] + first.mean[S_INTER], abs=0.1)
-    assert after.sd[FLOOR] < first.sd[FLOOR], "what they did measure they teach"
+    assert after.sd[FLOOR] < first.sd[FLOOR], "this comes from what they measured"
 
 
 def test_lessons_of_other_networks_count_until_three_cluster_sizes_were_measured():
-    """Then the job's own collectives say more, and those of other networks do harm."""
+    """From three cluster sizes on, the job's own collectives are better than those of other networks."""
     lessons = Lessons(other_networks={"default": ((learned(S_INTER, -1.0), 1.0),)})
     facts = ModelFacts(25e6, 4e9, 1e8, 1e8)
     hardware = {"default": Hardware(peak_tflops=15.0, inter_node_gbps=10.0, memory_gb_per_s=900.0)}

@@ -1,4 +1,4 @@
-"""The one pipeline from predictions to a choice: offers, limits of eligibility, and time to quality."""
+"""The pipeline from predictions to a choice, with offers, eligibility and time to quality."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_on_demand_and_spot_are_separate_estimates_that_compete() -> None:
     assert [e.spot for e in found.estimates] == [False] * len(GRID) + [True] * len(GRID)
     assert len({e.key for e in found.estimates}) == 2 * len(GRID)
     assert found.chosen is not None
-    assert found.chosen.spot, "at a third of the price an interruption every hundred hours is worth it"
+    assert found.chosen.spot, "at a third of the price, an interruption every hundred hours is acceptable"
 
 
 def test_a_candidate_that_failed_or_may_not_fit_has_an_estimate_but_is_not_chosen() -> None:

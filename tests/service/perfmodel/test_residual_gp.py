@@ -1,4 +1,4 @@
-"""The residual process against scikit-learn's Gaussian process, the obvious implementation kept as the oracle."""
+"""The residual process agrees with scikit-learn's Gaussian process, which serves as the oracle."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def doublings(points: Points) -> np.ndarray:
 
 
 def kernel_of(scales: ResidualScales) -> Kernel:
-    """Exponentials over log2 of batch, ranks and nodes; a length of 1e12 makes a dimension count for nothing."""
+    """Return exponentials over log2 of batch, ranks and nodes; a length of 1e12 removes the effect of a dimension."""
     never = 1e12
 
     def along(dimension: int, length: float) -> Kernel:
@@ -43,7 +43,7 @@ def kernel_of(scales: ResidualScales) -> Kernel:
 
 @pytest.fixture(scope="module")
 def members() -> tuple[Member, ...]:
-    # A prior this narrow fixes the physical form, so that all that is left to explain is the residual's.
+    # A prior this narrow fixes the physical form, so that only the residual can explain the differences.
     prior = generic_prior()
     prior = replace(prior, sd=np.full(prior.sd.size, 1e-7), scales=replace(prior.scales, own=1e-9), absolute=True)
     wiggle = 0.03 * np.array([1.0, -0.5, 0.3, -1.0, 0.8, -0.2])

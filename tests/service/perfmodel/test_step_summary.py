@@ -14,7 +14,7 @@ from tula_service.perfmodel.step_summary import robust_mean, summarise
 
 @given(values=arrays.arrays(np.float64, st.integers(2, 200), elements=st.floats(1e-6, 1e3)), wild=st.floats(1e4, 1e6))
 def test_the_robust_mean_lies_within_the_data_and_ignores_one_wild_step(values: np.ndarray, wild: float) -> None:
-    """One absurd step among others moves nothing beyond the other steps' range."""
+    """One absurd step does not move the mean out of the range of the other steps."""
     mean, error = robust_mean(values)
     assert mean is not None
     assert error is not None
@@ -26,7 +26,7 @@ def test_the_robust_mean_lies_within_the_data_and_ignores_one_wild_step(values: 
 
 
 def test_ranks_of_one_step_count_once() -> None:
-    """Four ranks that wait for each other are one measurement."""
+    """Four ranks that wait for each other are treated as one measurement."""
     steps = np.arange(50)
     times = np.random.default_rng(1).lognormal(0, 0.1, 50)
     one = summarise(SampleColumns(steps, times))
@@ -37,7 +37,7 @@ def test_ranks_of_one_step_count_once() -> None:
 
 
 def test_a_straggler_is_named_when_it_is_mostly_the_same_rank() -> None:
-    """More than half of the steps, or none."""
+    """A straggler is the slowest rank in more than half of the steps, or there is none."""
     steps = np.arange(10)
     often = summarise(SampleColumns(steps, np.ones(10), straggler_rank=np.array([3] * 6 + [1] * 4)))
     mixed = summarise(SampleColumns(steps, np.ones(10), straggler_rank=np.array([3] * 5 + [1] * 5)))
@@ -53,7 +53,7 @@ def test_one_slow_step_does_not_move_the_step_time() -> None:
 
 @pytest.mark.parametrize("every", [2, 4, 8])
 def test_slow_steps_that_recur_count_in_full(every: int) -> None:
-    """Thirty steps with a wait for data at every n-th predict a long run within their standard error and 10 %."""
+    """Thirty steps with a wait for data at every n-th step predict a long run within their standard error and 10 %."""
     rng = np.random.default_rng(every)
     fast, waits = 0.012 * np.exp(rng.normal(0, 0.05, 3000)), np.zeros(3000)
     waits[::every] = 0.15
@@ -66,7 +66,7 @@ def test_slow_steps_that_recur_count_in_full(every: int) -> None:
 
 
 def test_few_steps_tell_less_of_a_step_time_than_their_spread_says() -> None:
-    """Of four steps the error counts 1.7 times, of sixteen hardly more than it is; a single step is no exact one."""
+    """The error of four steps is multiplied by 1.7, that of sixteen by hardly more than 1; one step is not exact."""
 
     def error_of(count: int) -> float:
         times = np.tile([0.9, 1.1], count)[:count]

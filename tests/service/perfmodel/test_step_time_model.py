@@ -1,4 +1,4 @@
-"""The step-time model: it recovers what made the data, is honest about what it cannot know, and refuses nonsense."""
+"""The step-time model recovers the parameters of its data, has valid intervals, and rejects invalid input."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLANNED = [GRID[i] for i in (0, 4, 7, 11, 15, 19)]
 
 
 def overlap_time(c: Configuration, *, floor=0.02, slope=0.001, intra=0.01, inter=0.05, speed=1.0) -> float:
-    """A job that hides communication behind compute, to the second power."""
+    """Return the step time of a job that hides communication behind compute, with g = 2."""
     compute = floor + slope * c.local_batch_size
     comm = intra * (c.ranks_per_node > 1) + inter * (c.num_nodes > 1) * (c.num_nodes / 2) ** 0.3
     return speed * ((c.grad_accum_steps - 1) * compute + (compute**2 + comm**2) ** 0.5)
@@ -34,7 +34,7 @@ def observe(configurations, time=overlap_time, **columns) -> StepTimeObservation
 
 
 def log_sd(predicted: StepTimePredictions) -> np.ndarray:
-    """Standard deviations of log step time, read off the upper ends."""
+    """Return the standard deviations of log step time, computed from the upper ends of the intervals."""
     return np.log(predicted.high_s / predicted.mean_s) / 1.7
 
 
@@ -172,7 +172,7 @@ def test_a_prior_from_hardware_is_right_within_its_own_wide_interval():
     )
     predicted = model.predict([make_configuration(1, 8, 128)])
     assert model.basis == "prior"
-    # ResNet-50 at fp32 trains at 300-400 images/s on this device: 128 take about 0.35 s.
+    # ResNet-50 in fp32 trains at 300 to 400 images/s on this device, so 128 images take about 0.35 s.
     assert predicted.low_s[0] < 0.35 < predicted.high_s[0]
     assert predicted.high_s[0] > 2 * predicted.low_s[0]
     assert predicted.extrapolated.all()
@@ -221,7 +221,7 @@ def test_measurements_of_one_instance_type_are_transferred_to_another_by_their_h
 
     def missed(**hardware):
         found = fit_step_time(observed, prior=Priors(hardware=hardware), candidates=[*seen, *other]).predict(other)
-        # The device is slower; the links, and what it takes to launch a kernel, are the same.
+        # The device is slower, but the links and the time to launch a kernel are the same.
         truth = np.array([overlap_time(c, slope=0.001 * slower) for c in other])
         return float(np.median(np.abs(np.log(found.mean_s / truth)))), found
 
@@ -229,7 +229,7 @@ def test_measurements_of_one_instance_type_are_transferred_to_another_by_their_h
     unknown, blind = missed(v100=V100)
     assert known < 0.15 < unknown
     assert np.all(log_sd(informed) < log_sd(blind))
-    assert log_sd(informed).min() > 0.4, "carried over is not measured"
+    assert log_sd(informed).min() > 0.4, "a transferred scale is not a measured one"
     assert informed.extrapolated.all()
 
 
@@ -243,7 +243,7 @@ def test_each_instance_type_starts_from_its_own_prior():
     fast, slow = model.predict([make_configuration(1, 1, 128, 1, name) for name in ("v100", "t4")]).mean_s
     assert model.basis == "prior"
     assert 15.7 / 8.1 < slow / fast < 900 / 320, "between the ratio of the peaks and that of the bandwidths"
-    # ResNet-50 at fp32 trains at 300-400 images/s on the first and at 110-140 on the second.
+    # ResNet-50 in fp32 trains at 300 to 400 images/s on the first device and at 110 to 140 on the second.
     predicted = model.predict([make_configuration(1, 1, 128, 1, name) for name in ("v100", "t4")])
     assert np.all(predicted.low_s < [0.37, 1.0])
     assert np.all(predicted.high_s > [0.37, 1.0])
@@ -283,7 +283,7 @@ def test_measured_compute_teaches_the_split():
 
 
 def test_the_optimizer_counts_once_a_step_however_many_micro_steps_accumulate() -> None:
-    """Also where runs that accumulate are among the measured ones."""
+    """This also holds if some measured runs accumulate gradients."""
     gradients_s, optimizer_s = 0.02, 0.03
     configurations = [make_configuration(1, 1, 32, micro_steps) for micro_steps in (1, 2, 4, 16)]
     times = np.array([c.grad_accum_steps * gradients_s + optimizer_s for c in configurations])
@@ -316,7 +316,7 @@ def test_where_no_step_accumulates_a_timed_optimizer_changes_nothing() -> None:
 
 
 def test_runs_that_accumulate_teach_an_unmeasured_type_and_the_next_job_no_slower_step() -> None:
-    """Their compute of a micro-step holds no optimizer: how much comes once carries over; repeated, it would be 4 s."""
+    """The compute of a micro-step has no optimizer; the once-per-step part carries over, and repeated would be 4 s."""
     gradients_s, optimizer_s = 0.5, 0.5
     points = [make_configuration(1, 1, batch, 4) for batch in (32, 64)]
     taken = [4 * gradients_s * batch / 32 + optimizer_s for batch in (32, 64)]
@@ -330,7 +330,7 @@ def test_runs_that_accumulate_teach_an_unmeasured_type_and_the_next_job_no_slowe
 
 
 def test_an_optimizer_that_waits_for_other_ranks_leaves_each_micro_step_some_compute() -> None:
-    """A sharded one gathers parameters in its step: it may report more than compute takes."""
+    """A sharded optimizer gathers parameters in its step, so its reported time may exceed the compute time."""
     points = [make_configuration(2, 1, 32, micro_steps) for micro_steps in (1, 8)]
     observed = StepTimeObservations.at(
         points[:1], [1.0], compute_time_s=[0.1], exposed_comm_time_s=[0.9], optimizer_time_s=[0.8]

@@ -1,4 +1,4 @@
-"""Variants: an unmeasured one starts from the nearest measured one, moved by the effects of its switches."""
+"""An unmeasured variant starts from the nearest measured variant, corrected by the effects of its switches."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def at(nodes: int, batch: int, options: Options, instance_type: str = "default")
 
 
 def seconds(c: Configuration) -> float:
-    """Compute that the options speed up, and links that they do not."""
+    """Return the step time of a job whose options speed up compute but not the links."""
     factor = math.prod(FACTORS.get(word, 1.0) for _, word in c.options)
     return factor * (0.01 + 0.001 * c.local_batch_size) + 0.02 * (c.num_nodes > 1)
 
@@ -61,7 +61,7 @@ def launched(*options: Options) -> list[Configuration]:
 def test_the_nearest_variant_is_of_the_same_type_then_with_the_fewest_switches() -> None:
     measured = [Variant("a", BASE), Variant("b", HALF), Variant("a", COMPILED)]
     assert nearest(Variant("a", BOTH), measured) == Variant("a", COMPILED)
-    assert nearest(Variant("a", HALF), measured) == Variant("a", BASE), "the first of equals"
+    assert nearest(Variant("a", HALF), measured) == Variant("a", BASE), "the first of equally near variants"
     assert nearest(Variant("b", BASE), measured) == Variant("b", HALF)
     assert nearest(Variant("c", HALF), measured) == Variant("b", HALF)
     assert nearest(Variant("a"), []) is None
@@ -120,7 +120,7 @@ def test_each_variant_is_fitted_to_its_own_runs() -> None:
 
 
 def test_a_slow_cluster_of_the_base_is_half_believed_of_its_variants() -> None:
-    """Links of two nodes are congested: all steps there take 1.3 times as long, whatever the precision."""
+    """The links of two nodes are congested, so their steps take 1.3 times as long, whatever the precision."""
     ran = [*launched(BASE), *(at(2, b, BASE) for b in (32, 64, 256)), *launched(HALF)]
     congested = [seconds(c) * (1.3 if c.num_nodes == 2 else 1.0) for c in ran]
     slow = fit_step_time(StepTimeObservations.at(ran, congested), prior=Priors(base=BASE), candidates=ran)
@@ -130,7 +130,7 @@ def test_a_slow_cluster_of_the_base_is_half_believed_of_its_variants() -> None:
 
 
 def test_a_variant_starts_from_what_the_runs_of_the_base_say_of_parameters_jointly() -> None:
-    """Three batches fix the time of each, but not which part of it is floor: a variant knows as much from one batch."""
+    """Three batches fix their times but not the floor, so one batch of a variant provides as much information."""
     base = Variant("default", BASE)
     measured = fitted([at(1, batch, BASE) for batch in (32, 64, 256)]).posteriors
     joint = prior_of_variant(Variant("default", HALF), measured, Priors(base=BASE))
