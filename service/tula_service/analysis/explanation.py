@@ -537,7 +537,7 @@ def _memory_of_chosen(answer: Answer) -> list[str]:
 
 
 def _smaller_batch(choice: Choice, chosen: Estimate) -> str:
-    """Return why a smaller batch was chosen than the fastest candidate's, and how this candidate differs."""
+    """Return why the chosen batch is smaller than that of the fastest candidate, and how this candidate differs."""
     quick = choice.least_time
     if quick is None or quick.configuration.global_batch_size <= chosen.configuration.global_batch_size:
         return ""

@@ -98,12 +98,12 @@ class Fabric:
         return None if cost is None or ranks < 2 else cost.ring(self.ranks_per_node, ranks, messages, size_bytes)
 
     def whole(self, nodes: int, ranks: int, size_bytes: float, messages: int = 1) -> tuple[float, float]:
-        """Return the seconds of a collective across `nodes` nodes of `ranks` ranks, and the deviation of their log."""
+        """Return the seconds of a collective across `nodes` nodes of `ranks` ranks, with the sd of their logarithm."""
         probed = self.num_nodes * self.ranks_per_node
         return self.all_ranks.ring(probed, nodes * ranks, messages, size_bytes)
 
     def between(self, nodes: int, ranks: int, size_bytes: float, messages: int = 1) -> tuple[float, float]:
-        """Return the seconds that a collective across nodes takes longer than `within`, and the deviation of the log.
+        """Return how many seconds longer a collective across nodes takes than `within`, with the sd of their logarithm.
 
         There are `nodes` nodes of `ranks` ranks each.
         """

@@ -104,9 +104,9 @@ class Limits:
         return [(name, value, limit) for name, value, limit in both if limit is not None]
 
     def margin(self, estimate: Estimate) -> float:
-        """Return the distance from the mean to the tighter limit, negative if the mean exceeds it.
+        """Return the distance from the mean to the tighter limit, in standard deviations of the logarithm.
 
-        The unit is the standard deviation of the logarithm.
+        The distance is negative if the mean exceeds the limit.
         """
         both = [(value, limit) for _, value, limit in self.of_totals(estimate) if value.mean > 0]
         return min((math.log(limit / value.mean) / max(value.log_sd, 1e-9) for value, limit in both), default=math.inf)

@@ -359,11 +359,12 @@ def scale_from_jobs(guess: StepTimePrior, error: ScaleError, earlier: Sequence[S
     """Return `guess` with its compute scale corrected by the errors of such guesses for earlier jobs.
 
     `guess` is a result of `prior_from_hardware`, and `error` describes its uncertainty. The correction log(c / guess)
-    is the sum of three effects: of a team's framework, precision and kernels on all networks, of the device, and of the
-    network. The first two have a normal prior around 0, with standard deviations of 0.5 and 0.4, to which the latter
-    adds `device_sd`. The standard deviation of the third is estimated from the jobs, starting from 0.5. All three are
-    proportional to the `rule_sd` of the guess, and the first two to its square, because the errors of a rule that
-    includes precision and memory traffic have less in common.
+    is the sum of three effects. The first is the effect of a team's framework, precision and kernels on all networks,
+    the second their effect on one device, and the third the effect of the network. The first two have a normal prior
+    around 0, with standard deviations of 0.5 and 0.4; `device_sd` is added to the second. The standard deviation of the
+    third is estimated from the jobs, starting from 0.5. The standard deviation of the sum is proportional to the
+    `rule_sd` of the guess. Those of the first two effects are proportional to its square, because the errors of a rule
+    that includes precision and memory traffic have less in common.
 
     Jobs with a larger `rule_sd` have less weight. `earlier` must have each network at most once per device, since a
     repetition would be treated as the confirmation by another job. A job whose error exceeds four standard deviations
