@@ -63,7 +63,7 @@ def test_every_candidate_has_the_micro_steps_that_the_script_holds():
 
 
 def test_micro_steps_that_are_held_and_varied_or_that_no_batch_fits_are_refused():
-    with pytest.raises(ValueError, match="give one"):
+    with pytest.raises(ValueError, match="mutually exclusive"):
         a_job({"grad_accum_steps": 2, "max_grad_accum_steps": 4}, max_nodes=2)
     odd = a_job({"max_local_batch_size": 64, "global_batch_size": 255, "grad_accum_steps": 2}, max_nodes=1)
     with pytest.raises(ObservationError, match="grad_accum_steps = 2"):
