@@ -33,7 +33,7 @@ class Examples(torch.utils.data.Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         if BY == "data":
             time.sleep(WORKING_S / 2)
-        return torch.full((64,), float(index % 7))
+        return torch.full((8,), float(index % 7))
 
 
 class Slept(torch.autograd.Function):
@@ -52,7 +52,7 @@ class Slept(torch.autograd.Function):
 def layers() -> Iterator[nn.Module]:
     """One layer, or two hundred so small that starting them takes longer than computing them."""
     for _ in range(200 if BY == "launches" else 1):
-        yield nn.Linear(64, 64)
+        yield nn.Linear(8, 8)
         yield nn.ReLU()
 
 
