@@ -10,7 +10,7 @@ A batch B is allowed if
 In 271 training runs of five small networks, the number of steps predicted a loss of more than one accuracy point far
 better than the noise scale did. None of 13 pairs of network and epochs lost more than one point with these constants,
 but 12 did without them. The constants depend on the rule by which training scales its steps. Of the networks that were
-not used to choose the constants, one lost 2.3 ± 2.2 points. `docs/gradient-scaling.md` has the details. Long training
+not used to choose the constants, one lost 2.3 ± 1.1 points. `docs/gradient-scaling.md` has the details. Long training
 runs can keep the accuracy far beyond the noise scale: ResNet-50 on ImageNet keeps it at 8,192 examples and 14,000 steps
 (Goyal et al. 2017). For long runs, a batch beyond the noise scale therefore only causes a warning.
 """
