@@ -20,43 +20,43 @@ ROWS = [line for line in PAGE.splitlines() if line.endswith("json` |")]
 SHORT = README.split("| | Tula |")[1].split("\n\n")[0].splitlines()[2:]
 KEYS: dict[str, tuple[str, ...]] = {
     "step time before any run": ("factor cold.same.0.0.median",),
-    "step time of what was not profiled": (
+    "step time of unprofiled configurations: median": (
         "share regular.adaptive4.median",
         "share regular.adaptive6.median",
         "share regular.ring.median",
     ),
-    "the same, not exceeded": ("share regular.adaptive4.p90", "share regular.adaptive6.p90"),
-    "the same on hard grids": (
+    "step time of unprofiled configurations: 90th": ("share regular.adaptive4.p90", "share regular.adaptive6.p90"),
+    "step time on hard grids": (
         "share hard.adaptive4.median",
         "share hard.adaptive6.median",
         "share hard.ring.median",
     ),
-    "the same on one H100": ("share regular.adaptive4.median", "share regular.adaptive6.median"),
-    "the same, Pollux's form": ("share regular.planned6.pollux.median",),
-    "how much slower": ("share regret.time.mean", "share regret.time.largest.mean"),
-    "how much dearer": ("share regret.cost.mean", "share regret.cost.largest.mean"),
+    "step time on one H100": ("share regular.adaptive4.median", "share regular.adaptive6.median"),
+    "step time from Pollux's form": ("share regular.planned6.pollux.median",),
+    "additional time": ("share regret.time.mean", "share regret.time.largest.mean"),
+    "additional cost": ("share regret.cost.mean", "share regret.cost.largest.mean"),
     "`balanced`, the default": (
         "ratio balanced.time_over_least.mean",
         "ratio balanced.cost_over_least.mean",
         "ratio time.time_over_least.mean",
         "ratio time.cost_over_least.mean",
     ),
-    "runs with 3 % noise": tuple(
+    "mean additional time and cost": tuple(
         f"share noise.regret.{name}.mean{end}" for name in ("time", "cost") for end in ("", ".low", ".high")
     ),
-    "90 % intervals hold": ("share coverage.regular", "share coverage.hard", "share noise.coverage.chosen"),
-    "one choice over nodes": (
+    "share of values inside": ("share coverage.regular", "share coverage.hard", "share noise.coverage.chosen"),
+    "choice of nodes": (
         "share options.regret.time.mean",
         "share options.regret.cost.mean",
         *(f"ratio options.{of}.{number}" for of in ("launches", "exhaustive") for number in ("one", "two", "five")),
     ),
-    "a switch where it was not launched": ("share options.effect.one_launch.median", "share options.effect.end.median"),
-    "step time on eight GPUs": ("share lessons.median_error", "share without.median_error"),
+    "effect of an option's value": ("share options.effect.one_launch.median", "share options.effect.end.median"),
+    "step time on eight or more GPUs": ("share lessons.median_error", "share without.median_error"),
     "the largest batch that fits": tuple(
         f"share {of}.{error}" for of in ("ceiling", "ceiling.counted") for error in ("median", "worst")
     ),
     "memory of the largest batch": ("share memory.largest.median",),
-    "accuracy lost by a large batch": (
+    "accuracy that a large batch loses": (
         "share default.gap_recovered.mean",
         "ratio default.over_best_baseline.mean",
     ),
