@@ -2,9 +2,10 @@
 
 The parent process runs this file as a program. Its arguments are a folder and the modules to import. From each line of
 its input, it reads a JSON object with argv (a script, `-c` and a program text, or `-m` and a module, followed by
-arguments), env, a working folder, files for stdout and stderr, files to open under further descriptors, and the
-interpreter for multiprocessing to start. It forks a child and prints the child's process id on a line. When the child
-ends, the parent writes the exit status to the file `<pid>` in the folder. The child behaves like a process that `python
+arguments), env, a working folder, files for stdout and stderr, files to open under further descriptors, the
+interpreter for multiprocessing to start, and the process whose namespaces the program enters. It forks a child and
+prints the child's process id on a line. When the child ends, the parent writes the exit status to the file `<pid>` in
+the folder. The child behaves like a process that `python
 ARGV` has started: it has a separate session, environment and files, and the signals, `atexit` functions and exit status
 of the program. It only skips the interpreter's clean-up after the `atexit` functions, because to free all modules of
 torch in copied pages would take half a second of CPU time, which is more than most programs of the tests take. The
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -60,6 +62,10 @@ AGENT = (
     "torch.utils.flop_counter",  # used by the agent
 )
 FRAMEWORKS = ("lightning.pytorch", "accelerate", "transformers.trainer", "transformers.models.bert.modeling_bert")
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT, signal.SIGUSR1)
+"""The signals that a process passes on to the process that it represents."""
+PR_SET_PDEATHSIG = 1
+"""See prctl(2)."""
 ABOVE_ALL = 512
 """The first file descriptor that no forked program uses."""
 GLOO_RELEASE_S = 0.1
@@ -131,17 +137,19 @@ class ForkServer:
         folder: Path | str = ".",
         inherited: Mapping[int, str] | None = None,
         spawns: Path | None = None,
+        beside: int = 0,
     ) -> ForkedProcess:
         """Fork `python ARGV` in `folder`; its output is appended to `stdout` and `stderr`, or all to `stdout` without
         `stderr`.
 
         `inherited` maps the descriptors of further open files to their paths below /proc; `spawns` is the interpreter
-        that multiprocessing starts in the program.
+        that multiprocessing starts in the program; `beside` is a process whose namespaces the program enters.
         """
         assert self._parent.stdin is not None
         assert self._parent.stdout is not None
         order: dict[str, Any] = {"argv": list(argv), "env": env, "stdout": str(stdout), "stderr": str(stderr or stdout)}
         order |= {"folder": str(folder), "inherited": inherited or {}, "spawns": str(spawns or sys.executable)}
+        order["beside"] = beside
         with self._one_at_a_time:
             self._parent.stdin.write(json.dumps(order) + "\n")
             self._parent.stdin.flush()
@@ -262,6 +270,8 @@ def become(order: dict[str, Any]) -> None:
     for target, descriptor in enumerate(files):
         os.dup2(descriptor, target)
     inherit(order["inherited"])
+    if order["beside"]:
+        enter_namespaces(order["beside"])
     multiprocessing.set_executable(order["spawns"])
     leave_groups_late()
     os.chdir(order["folder"])
@@ -322,6 +332,37 @@ def inherit(paths: Mapping[str, str]) -> None:
     for number, file in opened.items():
         os.dup2(file, number)
         os.close(file)
+
+
+def enter_namespaces(pid: int) -> None:
+    """Continue in a child in the namespaces of process `pid` if they are others than here.
+
+    The child is on that process's machine of a cluster: it has the network, hostname, mounts and process ids. This
+    process then only represents the child: it passes signals on, and ends as the child does.
+    """
+    theirs, ours = Path(f"/proc/{pid}/ns"), Path("/proc/self/ns")
+    kinds = [kind for kind in ("net", "uts", "pid", "mnt") if (theirs / kind).readlink() != (ours / kind).readlink()]
+    files = [os.open(theirs / kind, os.O_RDONLY) for kind in kinds]
+    if not files:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    for file in files:
+        if libc.setns(file, 0) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the namespaces of process {pid}")
+        os.close(file)
+    child = os.fork()
+    if child == 0:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.setsid()
+        return
+    for number in PASSED_ON:
+        signal.signal(number, lambda received, _: os.kill(child, received))
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status < 0:
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
 
 
 if __name__ == "__main__":

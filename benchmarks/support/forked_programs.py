@@ -1,8 +1,8 @@
 """Programs that replace an interpreter: each requests from a `ForkServer` the process that it would have started.
 
 While the forked process runs, the program represents it: the process uses the program's output, working directory,
-environment and inherited files, and receives the program's signals. The program ends with the exit status of the
-process. If the program is killed, the process is killed, too.
+environment, namespaces and inherited files, and receives the program's signals. The program ends with the exit status
+of the process. If the program is killed, the process is killed, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks.support.fork_server import ForkedProcess, ForkServer
+from benchmarks.support.fork_server import PASSED_ON, ForkedProcess, ForkServer
 
 LOOK_EVERY_S = 0.02
 
@@ -39,12 +39,12 @@ words = {words} + [*itertools.dropwhile(("-u", "-B").__contains__, sys.argv[1:])
 inherited = [*filter(is_passed_on, map(int, os.listdir("/proc/self/fd")))]
 with socket.socket(socket.AF_UNIX) as link:
     link.connect({address})
-    order = dict(pid=os.getpid(), argv=words, env=dict(os.environ), folder=os.getcwd(), inherited=inherited)
+    order = dict(argv=words, env=dict(os.environ), folder=os.getcwd(), inherited=inherited)
     link.sendall(json.dumps(order).encode() + b"\\n")
     with link.makefile() as answers:
-        pid = int(answers.readline())
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT, signal.SIGUSR1):
-            signal.signal(number, lambda received, _: os.kill(pid, received))
+        answers.readline()
+        for number in {signals}:
+            signal.signal(number, lambda received, _: link.send(bytes([received])))
         status = int(answers.readline())
 if status < 0:
     if status != -signal.SIGKILL:
@@ -68,7 +68,12 @@ def programs(forks: ForkServer, words_of: Mapping[str, Sequence[str]], *, spawns
     for name, words in words_of.items():
         program = folder / name
         program.write_text(
-            PROGRAM.format(python=sys.executable, words=list(words), address=repr(str(folder / "socket")))
+            PROGRAM.format(
+                python=sys.executable,
+                words=list(words),
+                address=repr(str(folder / "socket")),
+                signals=[*map(int, PASSED_ON)],
+            )
         )
         program.chmod(0o755)
     threading.Thread(
@@ -85,23 +90,27 @@ def _serve(listening: socket.socket, forks: ForkServer, spawns: Path | None) -> 
 
 
 def _stand_for(link: socket.socket, forks: ForkServer, spawns: Path | None) -> None:
-    """Fork the process that one program requests, and send its process id and exit status to the program."""
+    """Fork the process that one program requests; tell the program when it has started, and its exit status."""
     with suppress(OSError), link, link.makefile("rw") as lines:
         order = json.loads(lines.readline())
-        out, err = (f"/proc/{order['pid']}/fd/{descriptor}" for descriptor in (1, 2))
-        inherited = {descriptor: f"/proc/{order['pid']}/fd/{descriptor}" for descriptor in order["inherited"]}
+        pid = int.from_bytes(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), sys.byteorder)
+        out, err = (f"/proc/{pid}/fd/{descriptor}" for descriptor in (1, 2))
+        inherited = {descriptor: f"/proc/{pid}/fd/{descriptor}" for descriptor in order["inherited"]}
         process = forks.start(
-            order["argv"], order["env"], out, err, folder=order["folder"], inherited=inherited, spawns=spawns
-        )
-        lines.write(f"{process.pid}\n")
+            order["argv"], order["env"], out, err,
+            folder=order["folder"], inherited=inherited, spawns=spawns, beside=pid,
+        )  # fmt: skip
+        lines.write("started\n")
         lines.flush()
         lines.write(f"{_wait(process, link)}\n")
 
 
 def _wait(process: ForkedProcess, link: socket.socket) -> int:
-    """Return the exit status of the process, which is killed if the program that represents it ends first."""
+    """Pass the program's signals on to the process, and SIGKILL if the program ends first; return the exit status."""
     while (code := process.poll()) is None:
-        if select.select([link], [], [], LOOK_EVERY_S)[0]:  # the program sends nothing more, so the link has closed
-            process.send_signal(signal.SIGKILL)
-            return process.wait(10)
+        if select.select([link], [], [], LOOK_EVERY_S)[0]:
+            if not (received := link.recv(1)):  # the program has ended, and so has its link
+                process.send_signal(signal.SIGKILL)
+                return process.wait(10)
+            process.send_signal(received[0])
     return code

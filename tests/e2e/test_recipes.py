@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,15 +16,16 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.cluster import served
 from benchmarks.support.cluster import Cluster
+from benchmarks.support.forked import Server
+from benchmarks.support.server import make_token
 from tests.e2e.command import BATCH, SCRIPT, Tula, wait_until
 from tests.e2e.machines import names
 from tests.e2e.slurm import slurm
 from tests.e2e.ssh import ssh
-from tula_client import Client
+from tests.support.forked_commands import launchers
 from tula_client.launch.template import Template
-from tula_wire import Configuration, JobSpec, ProjectCreate, TokenCreate
+from tula_wire import Configuration, JobSpec
 
 RECIPES = Path(__file__).parents[2] / "examples" / "launchers"
 SSH = ["--", "bash", str(RECIPES / "ssh.sh"), "{num_nodes}", "{ranks_per_node}"]
@@ -103,23 +105,26 @@ def program(folder: Path, name: str, text: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def two_machines() -> Iterator[tuple[Cluster, Client, dict[str, str]]]:
+def two_machines(
+    sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Cluster, Server, dict[str, str]]]:
     """Start two machines, and on a third a service that requires a token; yield them with the environment of `tula`."""
-    with Cluster(2, 1000) as cluster, served(cluster) as (client, _):
-        client.create_project(ProjectCreate(name="recipes"))
-        token = client.create_token(TokenCreate(name="recipes", scope="user", project="recipes"))
-        yield cluster, client, {"TULA_TOKEN": token.secret}
+    database = str(tmp_path_factory.mktemp("service") / "tula.db")
+    shutil.copy(sqlite_template, database)
+    make_token(database, "admin")
+    with Cluster(2, 1000) as cluster, Server(database, host=cluster.host) as server:
+        yield cluster, server, {"TULA_TOKEN": make_token(database)}
 
 
 @pytest.fixture
 def over_ssh(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, two_machines: tuple[Cluster, Client, dict[str, str]]
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, two_machines: tuple[Cluster, Server, dict[str, str]]
 ) -> Iterator[Tula]:
     """Return the command with an `ssh` on its PATH that can log in to the two machines."""
     cluster, service, environment = two_machines
     with ssh(cluster, tmp_path_factory.mktemp("ssh")) as path:
-        where = os.pathsep.join((str(Path(sys.executable).parent), path))
-        yield Tula(service, tmp_path, **environment, PATH=where, HOSTS=" ".join(names(cluster)))
+        where = os.pathsep.join((str(launchers()), path))
+        yield Tula(service, tmp_path, forked=True, **environment, PATH=where, HOSTS=" ".join(names(cluster)))
 
 
 @pytest.mark.cluster("ssh")
@@ -133,6 +138,7 @@ def test_two_machines_over_ssh_are_one_job_and_keep_no_process_of_it(over_ssh: T
     assert not tula.processes(SCRIPT)
     command = tula.start("run", "by-ssh", *SSH, SCRIPT, *BATCH, "--steps=100000")
     wait_until(lambda: tula.logs().count("starts at step") == 2)  # once in the profiling run, and once in this run
+    # A forked process ends with the program that represents it on its machine, which is listed.
     assert len(tula.processes(SCRIPT)) >= 4  # on each machine, a torchrun and a rank
     command.kill()
     wait_until(lambda: not tula.processes(SCRIPT))
@@ -147,11 +153,11 @@ def test_too_few_hosts_are_named() -> None:
 
 @pytest.mark.cluster("slurm-nodes")
 def test_a_batch_job_of_slurm_on_two_machines_is_measured(
-    tmp_path: Path, two_machines: tuple[Cluster, Client, dict[str, str]]
+    tmp_path: Path, two_machines: tuple[Cluster, Server, dict[str, str]]
 ) -> None:
     cluster, service, environment = two_machines
     with slurm(cluster) as where:
-        tula = Tula(service, tmp_path, **environment, **where)
+        tula = Tula(service, tmp_path, forked=True, **environment, **where)
         spec = tula.spec("by-sbatch", nodes=2, least_nodes=2)
         recipe = ["bash", str(RECIPES / "sbatch.sh"), "{num_nodes}", "{ranks_per_node}", "{launch_id}", SCRIPT, *BATCH]
         tula("tune", spec, "--stop-command", "scancel --name=tula-{launch_id}", "--", *recipe)
