@@ -21,8 +21,8 @@ def fork_server() -> ForkServer:
 
 @functools.cache
 def spawns() -> Path:
-    """Return the program that forks the process for fits, whose imports would take seconds in an interpreter."""
-    return programs(fork_server(), {"python": []}) / "python"
+    """Return the program that forks a service, or its process for fits, whose imports would take seconds."""
+    return programs(fork_server(), {"python": []}, spawns="python") / "python"
 
 
 class Server(server.Server):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from benchmarks.support.fork_server import AGENT, ForkServer
-from tests.agent.conftest import SCRIPTS, Launch
+from benchmarks.support.fork_server import ForkServer
+from tests.agent.conftest import SCRIPTS, Launch, framework_fork_server
 from tests.agent.sink import Sink
 from tula_agent.ship.spool import read_records
 
@@ -48,11 +47,9 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[ForkServer]:
+def forks() -> ForkServer:
     """One that has imported accelerate."""
-    made = ForkServer([*AGENT, "accelerate"])
-    yield made
-    made.close()
+    return framework_fork_server()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -69,7 +69,7 @@ class Tula:
             environment.setdefault("PYTHON_EXEC", str(launchers() / "python"))
         self.environment = clean_environment(TULA_URL=server.url, PATH=path) | environment
         self.folder = folder
-        self._called = (launchers() if forked else FOLDER) / "tula"
+        self.called = (launchers() if forked else FOLDER) / "tula"
 
     def spec(
         self,
@@ -123,7 +123,7 @@ class Tula:
     def __call__(self, *words: str, fails: bool = False) -> tuple[Any, str]:
         """Run the command until it ends; return its JSON and its standard error."""
         words = _with_json(words) if "--" in words else (*words, "--json")
-        process = self.start(*words, program=self._called)
+        process = self.start(*words, program=self.called)
         out, error = process.communicate(timeout=200)
         assert (process.returncode != 0) == fails, out + error
         return json.loads(out) if out else None, error
@@ -160,4 +160,4 @@ def wait_until(holds: Callable[[], Any], within_s: float = 100.0) -> None:
     until = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < until, "it did not happen in time"
-        time.sleep(0.05)
+        time.sleep(0.1)

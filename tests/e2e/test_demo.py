@@ -11,10 +11,26 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.support.forked import spawns
 from tests.e2e.command import obey_ctrl_c
 from tests.support.forked_commands import launchers
 
 ROOT = Path(__file__).parents[2]
+FORKING = """#!/bin/sh
+case "$*" in
+    "-I "*) exec {python} "$@" ;;
+    *" serve "*) exec {service} "$@" ;;
+    *) exec {other} "$@" ;;
+esac
+"""
+"""An interpreter that is forked from one that has imported the service or torch, unless it needs nothing of these."""
+DEMO = """
+import sys
+sys.executable = {python!r}
+from examples import demo
+demo.SPEC = demo.SPEC.replace("measuring_steps = 60", "measuring_steps = 12\\nprecision = 0.0")
+sys.exit(demo.main())
+"""
 
 
 def commands_holding(text: str) -> list[str]:
@@ -60,9 +76,16 @@ def test_an_interrupted_demonstration_cleans_up(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_the_whole_demonstration_trains_what_it_recommends_and_draws_the_curve(tmp_path: Path) -> None:
-    # This is `make demo` with one rank at each batch and fewer epochs; test_one_line.py trains with two ranks.
-    command = [sys.executable, "-m", "examples.demo", "--max-nodes", "1", "--epochs", "2", "--output", str(tmp_path)]
-    forked = os.environ | {"PYTHON_EXEC": str(launchers() / "python")}  # torchrun starts the ranks with it
+    # This is `make demo` with one rank at each batch and with fewer steps and epochs; test_one_line.py trains with two
+    # ranks. All its processes are forked, unlike those of the interrupted demonstration above.
+    python = tmp_path / "python"
+    python.write_text(FORKING.format(python=sys.executable, service=spawns(), other=launchers() / "python"))
+    python.chmod(0o755)
+    forked = os.environ | {
+        "PATH": os.pathsep.join((str(launchers()), os.environ["PATH"])),
+        "PYTHON_EXEC": str(launchers() / "python"),  # torchrun starts the ranks with it
+    }
+    command = [python, "-c", DEMO.format(python=str(python)), "--max-nodes=1", "--epochs=2", f"--output={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=forked, timeout=590, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     predicted_and_measured = re.findall(r"^\d nodes?, global batch .* (?:yes|no) *$", done.stdout, re.MULTILINE)

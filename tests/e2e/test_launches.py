@@ -18,8 +18,7 @@ STEPS = 2 + MEASURED  # steps of warm-up and of measurement
 
 def states(tula: Tula, name: str) -> dict[tuple[int, int], str]:
     """Return the states of a job's runs by number of nodes and local batch."""
-    places = {run.id: (run.configuration.num_nodes, run.configuration.local_batch_size) for run in tula.runs(name)}
-    return {places[run.id]: run.state for run in tula.runs(name)}
+    return {(run.configuration.num_nodes, run.configuration.local_batch_size): run.state for run in tula.runs(name)}
 
 
 def check_each_run_ended_once(database: Path) -> None:
@@ -65,9 +64,9 @@ def test_a_restarted_service_ctrl_c_and_a_lost_lease_lose_nothing_and_repeat_not
         assert states(tula, "shared") == done | pending
 
         # Two commands continue at the same time, and a third takes over the lease of the first one's run.
-        others = [tula.start("tune", spec, "--work-dir=one", *command)]
+        others = [tula.start("tune", spec, "--work-dir=one", *command, program=tula.called)]
         wait_until(lambda: states(tula, "shared")[1, 8] == "running")
-        others.append(tula.start("tune", spec, "--work-dir=two", *command))
+        others.append(tula.start("tune", spec, "--work-dir=two", *command, program=tula.called))
         wait_until(lambda: states(tula, "shared")[2, 4] == "succeeded")
 
         def taken_over() -> bool:
@@ -81,7 +80,7 @@ def test_a_restarted_service_ctrl_c_and_a_lost_lease_lose_nothing_and_repeat_not
                 store.execute(f"{past} WHERE num_nodes = 1 AND state = 'running'")
             return False
 
-        others.append(tula.start("tune", spec, "--work-dir=three", *command))
+        others.append(tula.start("tune", spec, "--work-dir=three", *command, program=tula.called))
         wait_until(taken_over)
         (folder / "wait-8").unlink()
         for process in others:
