@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks.support.fork_server import AGENT, FRAMEWORKS, ForkServer
 from tests.agent.sink import Sink, start
-from tests.support.forked_commands import fork_server
+from tests.support.forked_commands import fork_server, launchers
 
 SCRIPTS = Path(__file__).parent / "scripts"
 _PATIENCE_S = 120.0
@@ -95,8 +95,8 @@ def forks() -> ForkServer:
 
 @functools.cache
 def framework_fork_server() -> ForkServer:
-    """Return one fork server that has imported the frameworks, which takes as long again as torch."""
-    made = ForkServer([*AGENT, *FRAMEWORKS])
+    """Return one fork server that has imported the frameworks; it is forked from the one that has imported torch."""
+    made = ForkServer([*AGENT, *FRAMEWORKS], str(launchers() / "python"))
     atexit.register(made.close)
     return made
 

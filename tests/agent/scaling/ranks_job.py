@@ -1,4 +1,4 @@
-"""Trains 120 (or 40) steps by each scenario, of all or of those named, and prints one JSON line for all ranks.
+"""Trains 60 (or 25) steps by each scenario, of all or of those named, and prints one JSON line for all ranks.
 
 Every rank sees other data; each line carries digests of the weights at several steps, so a test can compare ranks.
 """
@@ -19,9 +19,9 @@ from benchmarks.support.gloo import print_results_of_all_ranks
 from tula_agent.scaling import Ags, Gain, Static, TulaOptimizer, taps
 from tula_agent.scaling.policies import Served
 
-STEPS = 120
-SHORT_STEPS = 40  # of the scenarios that vary what the long ones prove
-SERVED_AT = 20
+STEPS = 60
+SHORT_STEPS = 25  # of the scenarios that vary what the long ones prove
+SERVED_AT = 10
 LONG = ("gain", "ags")
 
 

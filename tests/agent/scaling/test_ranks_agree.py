@@ -1,4 +1,4 @@
-"""With 2 and 4 real processes over gloo, up to 120 steps: replicas agree under every policy and source."""
+"""With 2 and 4 real processes over gloo, up to 60 steps: replicas agree under every policy and source."""
 
 from __future__ import annotations
 
