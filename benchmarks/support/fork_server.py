@@ -62,8 +62,6 @@ AGENT = (
     "torch.utils.data",
     "tula_wire",  # building its models takes longer than a training run of the tests
     "torch.utils.flop_counter",  # used by the agent
-    "tula_agent.checkpoint",
-    "tula_agent.recorder",
 )
 FRAMEWORKS = ("lightning.pytorch", "accelerate", "transformers.trainer", "transformers.models.bert.modeling_bert")
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT, signal.SIGUSR1)

@@ -18,6 +18,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from tests.client.test_bad_input import spec_file
 from tests.client.test_cli import Tula, job, profiled, tula
 from tests.client.test_client import profile
+from tests.support.forked_commands import launchers
 from tula_client import Client
 from tula_client._spec import load_spec
 from tula_wire import Job
@@ -29,15 +30,23 @@ if TYPE_CHECKING:  # functions import it: a second of each worker, of which one 
 __all__ = ["job", "profiled", "tula"]
 
 
+WITH_PYTHON = """
+import runpy, sys
+sys.executable = {python!r}
+runpy.run_module("tula_client.cli", run_name="__main__", alter_sys=True)
+"""
 Ask = Callable[..., Awaitable[dict[str, Any]]]
 
 
-def served(address: str, *words: str, folder: Path | None = None, **variables: str) -> StdioServerParameters:
-    """How an editor starts `tula mcp`."""
+def served(
+    address: str, *words: str, folder: Path | None = None, python: Path | None = None, **variables: str
+) -> StdioServerParameters:
+    """How an editor starts `tula mcp`, which starts its processes with `python`."""
     from mcp import StdioServerParameters
 
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")} | variables
-    arguments = ["-m", "tula_client.cli", "--url", address, "mcp", *words]
+    program = ["-m", "tula_client.cli"] if python is None else ["-c", WITH_PYTHON.format(python=str(python))]
+    arguments = [*program, "--url", address, "mcp", *words]
     return StdioServerParameters(command=sys.executable, args=arguments, env=environment, cwd=folder)
 
 
@@ -82,11 +91,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ask(address: str, folder: Path) -> Iterator[Conversation]:
-    """Calls tools of one server that was started without --allow-runs."""
-    with (
-        start_blocking_portal() as portal,
-        portal.wrap_async_context_manager(connect(served(address, folder=folder, TULA_SECRET="secret"))) as agent,
-    ):
+    """Calls tools of one server that was started without --allow-runs; its processes, for estimates, are forked."""
+    server = served(address, folder=folder, python=launchers() / "python", TULA_SECRET="secret")
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(connect(server)) as agent:
         yield Conversation(agent, portal)
 
 
