@@ -1,17 +1,17 @@
 """Starts Python programs in a fraction of a second by forking a parent process that has imported their modules.
 
-The parent process runs this file as a program. Its arguments are a folder and the modules to import. From each line of
-its input, it reads a JSON object with argv (a script, `-c` and a program text, or `-m` and a module, followed by
-arguments), env, a working folder, files for stdout and stderr, files to open under further descriptors, the
+The parent process runs this file as a program. Its arguments are the name of its socket and the modules to import. From
+each line of a connection, it reads a JSON object with argv (a script, `-c` and a program text, or `-m` and a module,
+followed by arguments), env, a working folder, files for stdout and stderr, files to open under further descriptors, the
 interpreter for multiprocessing to start, and the process whose namespaces the program enters. It forks a child and
-prints the child's process id on a line. When the child ends, the parent writes the exit status to the file `<pid>` in
-the folder. The child behaves like a process that `python
-ARGV` has started: it has a separate session, environment and files, and the signals, `atexit` functions and exit status
-of the program. It only skips the interpreter's clean-up after the `atexit` functions, because to free all modules of
-torch in copied pages would take half a second of CPU time, which is more than most programs of the tests take. The
-child also leaves a process group a little later than its script does (`leave_groups_late`), because with gloo the
-destructor of a DDP model holds the GIL and waits for a thread that may need the GIL to free the last reduction. When
-the input ends, which also happens when the tests are killed, the parent ends all children that still run.
+answers with the child's process id and the file to which it will write the exit status when the child ends. The child
+behaves like a process that `python ARGV` has started: it has a separate session, environment and files, and the
+signals, `atexit` functions and exit status of the program. It only skips the interpreter's clean-up after the `atexit`
+functions, because to free all modules of torch in copied pages would take half a second of CPU time, which is more than
+most programs of the tests take. The child also leaves a process group a little later than its script does
+(`leave_groups_late`), because with gloo the destructor of a DDP model holds the GIL and waits for a thread that may
+need the GIL to free the last reduction. When a connection closes, which also happens when the tests are killed, the
+parent ends all children of the connection that still run; without a connection, the parent ends.
 """
 
 from __future__ import annotations
@@ -29,12 +29,16 @@ import os
 import re
 import runpy
 import select
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import uuid
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -72,8 +76,10 @@ ABOVE_ALL = 512
 """The first file descriptor that no forked program uses."""
 GLOO_RELEASE_S = 0.1
 """Seconds that gloo's threads need to free the last reduction if other programs use the same cores."""
+UNUSED_S = 60.0
+"""Seconds until a parent ends if the process that has started it does not connect."""
 GRACE_S = 5.0
-"""Seconds between SIGTERM and SIGKILL for children that still run when the input ends."""
+"""Seconds between SIGTERM and SIGKILL for children that still run when their connection closes."""
 
 
 class ForkedProcess:
@@ -115,19 +121,15 @@ class ForkServer:
     """A parent process that has imported `modules`; it ends when `close` is called or this process ends.
 
     `python` is the interpreter that starts the parent. If it is a program that forks a process with these modules, they
-    need not be imported again.
+    need not be imported again. A parent may be `shared` by the workers of pytest-xdist, which then import once.
     """
 
-    def __init__(self, modules: Sequence[str], python: str = sys.executable) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="tula-forks-")
+    def __init__(self, modules: Sequence[str], python: str = sys.executable, *, shared: bool = False) -> None:
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID") if shared else None
+        self._name = f"\0tula-forks-{run or uuid.uuid4().hex}-{zlib.crc32(repr((modules, python)).encode())}"
+        self._command = [python, __file__, self._name[1:], *modules]
         self._one_at_a_time = threading.Lock()
-        self._parent = subprocess.Popen(
-            [python, __file__, self._folder.name, *modules],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+        self._link = self._connect()
 
     def start(
         self,
@@ -147,25 +149,50 @@ class ForkServer:
         `inherited` maps the descriptors of further open files to their paths below /proc; `spawns` is the interpreter
         that multiprocessing starts in the program; `beside` is a process whose namespaces the program enters.
         """
-        assert self._parent.stdin is not None
-        assert self._parent.stdout is not None
         order: dict[str, Any] = {"argv": list(argv), "env": env, "stdout": str(stdout), "stderr": str(stderr or stdout)}
-        order |= {"folder": str(folder), "inherited": inherited or {}, "spawns": str(spawns or sys.executable)}
-        order["beside"] = beside
+        order |= {"folder": str(Path(folder).absolute()), "inherited": inherited or {}, "beside": beside}
+        order["spawns"] = str(spawns or sys.executable)
         with self._one_at_a_time:
-            self._parent.stdin.write(json.dumps(order) + "\n")
-            self._parent.stdin.flush()
-            pid = int(self._parent.stdout.readline())
-        return ForkedProcess(pid, Path(self._folder.name) / str(pid))
+            if not (answer := self._ask(json.dumps(order))):
+                self._link = self._connect()  # the last parent ended while this process connected
+                answer = self._ask(json.dumps(order))
+        if not answer:
+            raise RuntimeError("the fork server has ended")
+        status = Path(answer)
+        return ForkedProcess(int(status.name), status)
 
     def close(self) -> None:
-        """End the parent and all children that still run."""
-        assert self._parent.stdin is not None
-        assert self._parent.stdout is not None
-        self._parent.stdin.close()
-        self._parent.wait(3 * GRACE_S)
-        self._parent.stdout.close()
-        self._folder.cleanup()
+        """End all children that still run, and the parent unless others use it."""
+        self._link.shutdown(socket.SHUT_WR)
+        self._link.settimeout(3 * GRACE_S)
+        with suppress(OSError):  # the parent has ended, or still imports
+            self._link.recv(1)
+        self._link.close()
+
+    def _ask(self, order: str) -> str:
+        """Return the parent's answer, or nothing if it has ended."""
+        with suppress(ConnectionError), self._link.makefile("rw") as lines:
+            lines.write(order + "\n")
+            lines.flush()
+            return lines.readline().rstrip("\n")
+        return ""
+
+    def _connect(self) -> socket.socket:
+        """Connect to the parent, which is started if it does not run."""
+        parent = None
+        while True:
+            link = socket.socket(socket.AF_UNIX)
+            with suppress(ConnectionRefusedError):
+                link.connect(self._name)
+                return link
+            link.close()
+            if parent is None:
+                quiet = [(os.POSIX_SPAWN_OPEN, descriptor, os.devnull, os.O_RDWR, 0) for descriptor in (0, 1)]
+                environment = os.environ | {"OMP_NUM_THREADS": "1"}
+                parent = os.posix_spawn(self._command[0], self._command, environment, file_actions=quiet)
+            elif os.waitpid(parent, os.WNOHANG)[1]:
+                raise RuntimeError("the fork server cannot start")
+            time.sleep(0.01)
 
 
 _program: dict[str, Any] = {}
@@ -221,46 +248,74 @@ class Children:
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 draft = self._folder / f"{ended[0]}.draft"
-                with suppress(FileNotFoundError):  # the tests have ended and removed the folder
-                    draft.write_text(str(ended[1]))
-                    draft.rename(self._folder / str(ended[0]))
+                draft.write_text(str(ended[1]))
+                draft.rename(self._folder / str(ended[0]))
                 self._running.discard(ended[0])
 
-    def end(self) -> None:
-        """End the processes that still run, with SIGTERM and then with SIGKILL."""
+    def end(self, pids: set[int]) -> None:
+        """End those of these processes that still run, with SIGTERM and then with SIGKILL."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             ends = time.monotonic() + GRACE_S
-            for pid in list(self._running):
+            for pid in pids & self._running:
                 with suppress(ProcessLookupError):
                     os.killpg(pid, number)
-            while self._running and time.monotonic() < ends:
+            while pids & self._running and time.monotonic() < ends:
                 time.sleep(0.01)
                 self.keep_statuses()
 
 
-def serve_forks(folder: Path, modules: Sequence[str]) -> None:
-    """Fork a program for each line of standard input, until the input ends."""
-    for name in modules:
-        importlib.import_module(name)
+def serve_forks(name: str, modules: Sequence[str]) -> None:
+    """Fork a program for each line of each connection, until no connection is open."""
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        listening.bind(f"\0{name}")
+    except OSError:  # another process was faster
+        return
+    listening.listen(64)
+    for module in modules:
+        importlib.import_module(module)
     know_files()
     gc.collect()
     gc.freeze()  # the child's collector then visits no page, and copies none
+    folder = Path(tempfile.mkdtemp(prefix="tula-forks-"))
     children = Children(folder)
+    links: dict[socket.socket, set[int]] = {}
+    listening.settimeout(0)
     while True:
-        ready, _, _ = select.select([sys.stdin, children.ended], [], [])
+        watched: list[Any] = [listening, children.ended, *links]
+        ready, _, _ = select.select(watched, [], [], None if links else UNUSED_S)
         children.keep_statuses()
-        if sys.stdin not in ready:
-            continue
-        if not (line := sys.stdin.readline()):  # a line is written only after the reply to the line before
+        with suppress(BlockingIOError):
+            links[listening.accept()[0]] = set()
+        for link in [link for link in links if link in ready]:
+            if line := read_line(link):
+                pid = children.fork()
+                if pid == 0:
+                    for held in (listening, *links):
+                        held.close()
+                    become(json.loads(line))
+                    return
+                for pids in links.values():
+                    pids.discard(pid)  # of a process that has ended
+                links[link].add(pid)
+                with suppress(ConnectionError):
+                    link.sendall(f"{folder / str(pid)}\n".encode())
+            else:
+                children.end(links.pop(link))
+                link.close()
+        if not links:
             break
-        order = json.loads(line)
-        pid = children.fork()
-        if pid == 0:
-            become(order)
-            return
-        with suppress(BrokenPipeError):
-            print(pid, flush=True)
-    children.end()
+    listening.close()
+    shutil.rmtree(folder)
+
+
+def read_line(link: socket.socket) -> bytes:
+    """Return the next line of a connection, or nothing if it has closed."""
+    line = b""
+    with suppress(ConnectionError):
+        while not line.endswith(b"\n") and (part := link.recv(2**16)):
+            line += part
+    return line
 
 
 def know_files() -> None:
@@ -379,4 +434,4 @@ def enter_namespaces(pid: int) -> None:
 
 if __name__ == "__main__":
     atexit.register(leave)  # registered first, so called last
-    serve_forks(Path(sys.argv[1]), sys.argv[2:])
+    serve_forks(sys.argv[1], sys.argv[2:])

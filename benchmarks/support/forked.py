@@ -13,8 +13,8 @@ from benchmarks.support.forked_programs import programs
 
 @functools.cache
 def fork_server() -> ForkServer:
-    """Return the only fork server for services in this process, since importing the service takes seconds."""
-    made = ForkServer(SERVICE, PYTHON)
+    """Return the only fork server for services, which a test run shares, since importing the service takes seconds."""
+    made = ForkServer(SERVICE, PYTHON, shared=True)
     atexit.register(made.close)
     return made
 
