@@ -1,4 +1,4 @@
-"""Runs the service's commands as `python -m tula_service`, for installations without the `tula` command."""
+"""Allows the service to be run as `python -m tula_service` if the `tula` command is not installed."""
 
 from __future__ import annotations
 

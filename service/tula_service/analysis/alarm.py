@@ -1,7 +1,7 @@
 """Detects changes of a training run's speed, and projects its time and cost against its deadline and budget.
 
-All functions are pure. A `Monitor` has the state of a training run between two batches of samples;
-`usecases/monitoring.py` stores it with the run and announces what it detects.
+All functions are pure. A `Monitor` holds the state of a training run between two batches of samples;
+`usecases/monitoring.py` stores this state with the run, and emits an event for each change that the monitor detects.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ _ADVICE = "To compare other configurations, run `tula predict JOB` or use the wh
 class DriftState:
     """The state of a drift detector, which `watch_drift` updates with new steps.
 
-    `centre` and `half_width` are the expected range of log step time; `slower` and `faster` are the two sums of Page's
-    test. `alarm` is "slower", "faster" or None; `alarm_after_steps` is the number of steps after which it was raised.
-    The `block_*` fields have the number of steps in the current block, and the sums of their scores and squared scores.
+    `centre` and `half_width` define the expected range of log step time; `slower` and `faster` are the two sums of
+    Page's test. `alarm` is "slower", "faster" or None; `alarm_after_steps` is the number of steps after which the alarm
+    was raised. The `block_*` fields contain the number of steps in the current block, and the sums of their scores and
+    squared scores.
     """
 
     centre: float
@@ -59,7 +60,7 @@ class DriftState:
 
     @classmethod
     def expecting(cls, low_s: float, high_s: float) -> DriftState:
-        """Return a detector for a predicted interval of step time, which is widened to at least 5 % on both sides."""
+        """Return a detector for a predicted step-time interval, first widened to at least 5 % on both sides."""
         centre = 0.5 * (math.log(low_s) + math.log(high_s))
         return cls(centre, max(0.5 * (math.log(high_s) - math.log(low_s)), _LEAST_HALF_WIDTH))
 
@@ -67,8 +68,8 @@ class DriftState:
         """Return True if the newest steps confirm the alarm.
 
         They confirm it if their mean, less twice its standard error, differs from the centre by at least 10 % in the
-        direction of the alarm. Without this check, a few consecutive slow steps would be taken for a change of speed
-        even if fast and slow steps alternate.
+        direction of the alarm. Without this check, if fast and slow steps alternated, a few consecutive slow steps
+        would be mistaken for a change of speed.
         """
         if self.alarm is None or recent_s.size < 2:
             return False
@@ -78,21 +79,21 @@ class DriftState:
         return (change > 0.0) is (self.alarm == "slower") and abs(change) - doubt >= _LEAST_CHANGE * expected
 
     def rearmed(self) -> DriftState:
-        """Return this detector without its alarm; its sums are reset if they raised the alarm, and otherwise kept."""
+        """Return this detector without its alarm; the sums are reset only if they raised the alarm."""
         if max(self.slower, self.faster) >= _THRESHOLD:
             return DriftState(self.centre, self.half_width, steps=self.steps)
         return replace(self, alarm=None, alarm_after_steps=None)
 
 
 def watch_drift(state: DriftState, step_times_s: Sequence[float] | FloatArray) -> DriftState:
-    """Return the state after these consecutive steps; the sums continue, and an alarm is kept.
+    """Return the state after these consecutive steps; the sums are carried over, and an existing alarm is kept.
 
-    This is Page's test on scores, which are the distance of log step time from the centre of the interval in
-    half-widths. The excess of each score over 1, but at most 2, is added to a sum, and a sum of 30 raises the alarm.
-    One straggling step in ten, however slow, therefore never accumulates; a speed inside the interval never raises the
-    alarm, and a speed far outside raises it after 15 steps. For a speed just outside, the mean score of every 50 steps
-    raises the alarm if it exceeds 1 by more than twice its standard error, which takes 50 to 99 steps. An alarm is
-    announced only after the newest steps confirm it (`DriftState.confirmed_by`).
+    This is Page's test. The score of a step is the distance of its log step time from the centre of the interval, in
+    half-widths. The amount by which each score exceeds 1, at most 2, is added to a sum, and a sum of 30 raises the
+    alarm. One straggling step in ten, however slow, therefore never accumulates; a speed inside the interval never
+    raises the alarm, and a speed far outside raises it after 15 steps. For a speed just outside the interval, the alarm
+    is raised if the mean score of a block of 50 steps exceeds 1 by more than twice its standard error, which takes 50
+    to 99 steps. An alarm is announced only after the newest steps confirm it (`DriftState.confirmed_by`).
     """
     times = column("step_times_s", step_times_s, above=0.0)
     slower, faster, alarm, after = state.slower, state.faster, state.alarm, state.alarm_after_steps
@@ -120,7 +121,7 @@ def _is_off(total: float, squares: float) -> bool:
 
 @dataclass(frozen=True)
 class DriftAlarm:
-    """A lasting change of speed; `sentence` is None if training runs as predicted again.
+    """A lasting change of speed; `sentence` is None if the training run has returned to its predicted speed.
 
     `event` is the content of the `drift` event. `from_start` is True if the training run has had this speed since its
     start, in which case all its samples describe the same speed.
@@ -133,13 +134,13 @@ class DriftAlarm:
 
 @dataclass(frozen=True)
 class Monitor:
-    """The state of monitoring one run; if the run has no prediction, it has no detector, and only limits are checked.
+    """The monitoring state of one run; if the run has no prediction, there is no detector, and only limits are checked.
 
-    `low_s` and `high_s` are the ends of the predicted step time, and `checked_at` is the step of the last projection.
-    `announced` names the limits whose violation has been announced. `changed` is True if an alarm has been confirmed
-    before. `elapsed_s` is the time of this run; `spent_s` and `spent_usd` are the time and cost of the earlier runs
-    that it continues. `step` is the newest step, or None before the first step. `epochs_before` is the number of epochs
-    that earlier processes trained, or None if unknown.
+    `low_s` and `high_s` are the ends of the interval of the predicted step time, and `checked_at` is the step of the
+    last projection. `announced` contains the names of the limits whose violation has been announced. `changed` is True
+    if an alarm has been confirmed before. `elapsed_s` is the time that this run has taken; `spent_s` and `spent_usd`
+    are the time and cost of the earlier runs that it continues. `step` is the newest step, or None before the first
+    step. `epochs_before` is the number of epochs that earlier processes trained, or None if unknown.
     """
 
     detector: DriftState | None = None
@@ -168,7 +169,7 @@ class Monitor:
 
     @classmethod
     def read(cls, state: dict[str, Any]) -> Monitor:
-        """Return the state from the JSON of `to_json`, ignoring fields of other versions of the service."""
+        """Return the state from the JSON of `to_json`, ignoring fields that only other versions of the service use."""
         return _MONITOR.validate_python(state)
 
     def to_json(self) -> dict[str, Any]:
@@ -176,14 +177,14 @@ class Monitor:
         return asdict(self)
 
     def observe(self, step_times_s: FloatArray, *, elapsed_s: float | None, warmup: bool) -> Monitor:
-        """Return the state after these steps of one rank."""
+        """Return the updated state after these steps of one rank."""
         monitor = self if elapsed_s is None else replace(self, elapsed_s=elapsed_s)
         if monitor.detector is not None and not warmup:
             monitor = replace(monitor, detector=watch_drift(monitor.detector, step_times_s))
         return monitor
 
     def at(self, step: int, epochs_before: float | None) -> Monitor:
-        """Return the state after this step."""
+        """Return the state updated to this step."""
         return replace(self, step=step, epochs_before=epochs_before)
 
     def examples_left(self, spec: wire.JobSpec, c: Configuration) -> float | None:
@@ -201,7 +202,7 @@ class Monitor:
         return replace(self, detector=DriftState.expecting(level_s / width, level_s * width), changed=True)
 
     def alarm(self, step: int, level_s: float) -> DriftAlarm:
-        """Return the announcement of a confirmed alarm; a step now takes `level_s` seconds."""
+        """Return the announcement of a confirmed alarm; `level_s` is the current step time in seconds."""
         assert self.detector is not None
         kind, after_steps = self.detector.alarm or "slower", self.detector.alarm_after_steps or 0
         from_start = not self.changed and after_steps <= _FROM_START_STEPS
@@ -239,7 +240,7 @@ _MONITOR = TypeAdapter(Monitor)
 
 
 def examples_left(spec: wire.JobSpec, c: Configuration, step: int, epochs_before: float | None) -> float:
-    """Return the number of examples still to be read after `step`, of E * D in total.
+    """Return the number of the run's E * D examples that remain to be read after `step`.
 
     Each process counts its steps from zero. The progress of earlier processes is given in epochs, which do not depend
     on the batch size; None is treated as zero.
@@ -249,7 +250,7 @@ def examples_left(spec: wire.JobSpec, c: Configuration, step: int, epochs_before
 
 
 def usd_per_s(spec: wire.JobSpec, c: Configuration, peak_bytes: float | None) -> float | None:
-    """Return the price per second of this configuration, or None if a price or the required memory is unknown.
+    """Return the price per second of this configuration, or None if the price or the memory that affects it is unknown.
 
     The result is the on-demand price or, if there is none, the spot price. `peak_bytes` is the memory of one rank.
     """
@@ -262,7 +263,7 @@ def usd_per_s(spec: wire.JobSpec, c: Configuration, peak_bytes: float | None) ->
 
 
 def time_limit_s(spec: wire.JobSpec, c: Configuration, monitor: Monitor) -> float | None:
-    """Return the seconds that deadline and budget leave for a new training run, or None if it does not have to stop.
+    """Return the seconds that the deadline and budget leave for a new training run, or None if the run need not stop.
 
     A result of zero or less means that the deadline or the budget is exhausted. The budget is ignored if the price per
     second is unknown.
@@ -279,7 +280,7 @@ def time_limit_s(spec: wire.JobSpec, c: Configuration, monitor: Monitor) -> floa
 def broken_limits(
     spec: wire.JobSpec, c: Configuration, monitor: Monitor, step: int, left: float, step_time_s: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield an `advice` event for each limit that will be exceeded at the current speed and was not announced yet."""
+    """Yield an `advice` event for each unannounced limit that will be exceeded at the current speed."""
     steps_left = left / c.global_batch_size
     run_s = monitor.elapsed_s + steps_left * step_time_s
     rate = None if spec.limits.budget_usd is None else usd_per_s(spec, c, monitor.peak_bytes)

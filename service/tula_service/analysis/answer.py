@@ -1,6 +1,6 @@
 """Computes the answer to "which configuration?" from one fit of a job's evidence, its prices and its candidates.
 
-Planning, recommendations, what-if predictions, the expected step time of a run and advice all use the same `Answer`.
+The same `Answer` is used for planning, recommendations, what-if predictions, expected step times and advice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MODEL_VERSION = "step-time-15"
 
 @dataclass(frozen=True)
 class Infeasible:
-    """The answer if memory or the specification excludes every candidate; `reason` includes the remedy."""
+    """The answer if every candidate is excluded by memory or by the specification; `reason` includes the remedy."""
 
     data: JobData
     objective: Objective
@@ -67,12 +67,12 @@ class Answer:
         return job_data.base_batch_size(self.data, self.evidence.candidates)
 
     def estimate(self, configurations: Sequence[Configuration]) -> tuple[Estimate, ...]:
-        """Return the estimates of any configurations, first on demand, then on spot, with no factor on their steps."""
+        """Return the estimates of any configurations, first on demand, then on spot, without a steps factor."""
         goal = replace(self.choice.goal, steps_factor={})
         return price_candidates(configurations, self.model, goal, memory=self.evidence.memory.models)
 
     def what_if(self, configurations: Sequence[Configuration]) -> Answer:
-        """Return the answer of the same fit for the case that only these configurations can be chosen."""
+        """Return the answer from the same fit if only these configurations may be chosen."""
         choice = choose(self.choice.goal, self.estimate(configurations))
         return replace(self, choice=choice, efficiency=None, doubtful=frozenset())
 
@@ -81,7 +81,7 @@ Analysis: TypeAlias = Answer | Infeasible
 
 
 def analyse(data: JobData, objective: Objective | None = None) -> Analysis:
-    """Return the answer from one fit of a job's evidence; the default objective is the job's."""
+    """Return the answer computed from one fit of a job's evidence; by default, the job's objective is used."""
     asked: Objective = objective or data.objective
     try:
         return _answer(data, asked)

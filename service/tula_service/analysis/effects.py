@@ -1,4 +1,4 @@
-"""Computes the effect of each value of a job's options, as wire models with sentences."""
+"""Computes the effect of each value of a job's options, and describes it in wire models with sentences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHANGES_NUMERICS = frozenset({"precision"})
 
 
 def best_with(answer: Answer, options: Options) -> Estimate | None:
-    """Return the objective's choice among the candidates with these options, or None if there is no such candidate.
+    """Return the best candidate with these options by the objective, or None if no candidate has these options.
 
     If the options were not launched, the choice is based on predictions.
     """
@@ -32,7 +32,7 @@ def best_with(answer: Answer, options: Options) -> Estimate | None:
 
 
 def find_effects(answer: Answer) -> list[wire.OptionEffect]:
-    """Return the effects of each option's values except its first, or an empty list before the first measurement."""
+    """Return the effect of each option value except the first value of each option; without measurements, return []."""
     chosen = answer.choice.chosen
     if answer.evidence.observed is None or chosen is None:
         return []
@@ -84,9 +84,9 @@ def _effect(
 
 
 def _why_nothing(answer: Answer, name: str, value: str, limited: Options | None) -> str:
-    """Return why no candidate with this value is left.
+    """Return a sentence that explains why no candidate with this value remains.
 
-    `limited` has options that include the value and whose candidates are excluded only by the limits, or is None.
+    `limited` is a set of options that includes the value and whose candidates are excluded only by the limits, or None.
     """
     beside = ""
     if limited is not None:
@@ -106,10 +106,10 @@ def _compared(
     launched_options: Collection[Options],
     possible: Collection[Options],
 ) -> tuple[Options, Options]:
-    """Return two sets of options to compare, one for each of the two `words`, the values of the option `name`.
+    """Return two sets of options to compare, one for each of the two values of the option `name` in `words`.
 
-    A pair is preferred if both sets have candidates, then if both were launched, and then if it is near to the
-    recommended options `held`.
+    Pairs are preferred in which both sets have candidates, then pairs in which both were launched, and then pairs that
+    are close to the recommended options `held`.
     """
 
     def distance(pair: tuple[Options, Options]) -> tuple[int, int, int, Options]:
@@ -135,7 +135,7 @@ def _memory(answer: Answer, before: Estimate, after: Estimate) -> Interval | Non
 
 
 def _ratio(after: Estimate, before: Estimate, value: Callable[[Estimate], Interval]) -> Interval | None:
-    """Return the ratio of the two values without the noise of single runs, which is not a part of the effect."""
+    """Return the ratio of the two values, excluding the noise of single runs, which is not part of the effect."""
     narrowed = (estimate.narrowed(value(estimate), estimate.known_sd) for estimate in (after, before))
     return next(narrowed).over(next(narrowed))
 

@@ -1,4 +1,4 @@
-"""Gathers the evidence from a job's runs: step times, memory, and the feasible candidates."""
+"""Gathers evidence from a job's runs: step times, memory use, and the feasible candidates."""
 
 from __future__ import annotations
 
@@ -57,14 +57,15 @@ Rows = Sequence[tuple[Configuration, MemoryReading | None]]
 class Evidence:
     """The evidence on which every fit, plan and choice of one job is based.
 
-    `candidates` fit into memory, and `ruled_out` has a sentence for each configuration that does not. `doubtful`
-    candidates have not run, and the probability that they fit is lower than required. `failed` configurations may be
-    neither planned nor chosen, because their newest run failed for a reason other than memory. `retried` has the failed
-    runs to repeat, because the job was registered again after them. `rows` has the configuration and the run id of each
-    observation, and `measured` the step time of each configuration in seconds. `fitted` has the configurations that
-    have run, and therefore fit into memory, even if their step time is ignored. `left_out` has a sentence for each
-    option value whose launches all failed. `crashed` has such a sentence for combinations of values, and for values on
-    only some instance types. A configuration with such values is treated as failed.
+    `candidates` fit into memory, and `ruled_out` has a sentence for each configuration that does not fit. `doubtful`
+    candidates have not run, and their probability of fitting into memory is lower than required. `failed`
+    configurations may be neither planned nor chosen, because their newest run failed for a reason other than memory.
+    `retried` contains the failed runs that will be repeated because the job was registered again after they failed.
+    `rows` contains the configuration and run id of each observation, and `measured` the step time of each configuration
+    in seconds. `fitted` has the configurations that have run, and therefore fit into memory, even if their step time is
+    ignored. `left_out` has a sentence for each option value whose launches all failed, and `crashed` has a sentence for
+    each combination of values that failed, and for each value that failed on only some instance types. A configuration
+    with any of these values is treated as failed.
     """
 
     candidates: tuple[Configuration, ...]
@@ -144,7 +145,7 @@ def gather_evidence(data: JobData) -> Evidence:
 
 
 def leave_one_out(evidence: Evidence, model: StepTimeModel) -> float | None:
-    """Return the median relative error of predicting each run from all others, with the form and priors of the model.
+    """Return the median relative error of predicting each run from all other runs, with the model's form and priors.
 
     The model is fitted once per run. The result is None if there are too few runs for an estimate, or so many that it
     would take too long.
@@ -187,12 +188,12 @@ class _Crash:
 
     @property
     def is_of_one_value(self) -> bool:
-        """Return True if these are not several values but one, and it is excluded on all types."""
+        """Return True if this is a single value that is excluded on all types."""
         return self.everywhere and len(self.values) == 1
 
     @property
     def sentence(self) -> str:
-        """Return a sentence that says which values are excluded, why, and how to retry them."""
+        """Return a sentence that names the excluded values, the reason, and how to retry them."""
         where = "" if self.everywhere else f" on {' and '.join(sorted(self.types))}"
         why = f": {self.message.rstrip('.')}." if self.message else "."
         return (
@@ -201,15 +202,15 @@ class _Crash:
         )
 
     def bars(self, variant: Variant) -> bool:
-        """Return True if a variant has these values on an instance type on which they fail."""
+        """Return True if a variant has these values and an instance type on which they fail."""
         return variant.options_include(self.values) and (self.everywhere or variant.instance_type in self.types)
 
 
 def _crashes(data: JobData, ran: set[Variant]) -> list[_Crash]:
-    """Return the option values that make launches fail, alone or together; `ran` has the variants that have run.
+    """Return the option values, single or combined, that make launches fail; `ran` has the variants that have run.
 
     Values are assumed to be the cause on an instance type if a launch failed with these values and the base values of
-    all other options, and if no variant of this type with these values has run. If a launch failed with several changed
+    all other options, and if no variant with these values has run on this type. If a launch failed with several changed
     values, they are treated as one cause. If a launch measures only one configuration, a second configuration with
     these values must also have failed. Failures before the job was registered again are ignored.
     """
@@ -250,10 +251,11 @@ def _as_run(summary: RunSummary) -> Configuration | None:
 
 
 def _failed(data: JobData, unusable: set[str]) -> tuple[set[Configuration], list[RunRecord]]:
-    """Return the configurations whose newest profiling run failed, and the failed runs to repeat, in plan order.
+    """Return the configurations whose newest profiling run failed, and the failed runs to be repeated, in plan order.
 
-    The `unusable` runs are treated as failed: they used another configuration than planned, or ran out of memory
-    although larger batches fitted. A failed run is repeated once if the job was registered again after the failure.
+    Runs in `unusable` are also treated as failed, because they used a different configuration from the planned one, or
+    ran out of memory although larger batches fitted. A failed run is repeated once if the job was registered again
+    after the failure.
     """
     by_configuration: dict[Configuration, list[RunRecord]] = {}
     for run in sorted(data.runs, key=lambda run: run.key, reverse=True):
@@ -273,11 +275,11 @@ def _failed(data: JobData, unusable: set[str]) -> tuple[set[Configuration], list
 
 
 def _as_usual(rows: Sequence[tuple[Configuration, RunSummary]], relative_sd: FloatArray) -> FloatArray:
-    """Return the relative standard errors, shape (n,), increased to a lower bound.
+    """Return the relative standard errors, shape (n,), each raised to a lower bound if it is smaller.
 
-    The bound of a run is the error of as many steps with the usual spread, which is the median spread over the batches
-    on one cluster. Without this bound, a few steps that happen to have similar times would have more weight than longer
-    measurements of similar configurations.
+    A run's bound is the error that its number of steps would have with the usual spread, which is the median spread
+    over the batches on one cluster. Without this bound, a few steps that happen to have similar times would receive
+    more weight than longer measurements of similar configurations.
     """
     steps = np.array([float(summary.num_steps or 1) for _, summary in rows])
     spread = relative_sd * np.sqrt(steps)
@@ -307,9 +309,9 @@ class MemoryEvidence:
     """The evidence about a rank's memory from the runs and the specification; unknown variants have no entry.
 
     `models` predict the peak memory of a variant, and `max_local_batch_size` is the largest batch that fits.
-    `capacity_bytes` is the memory of one rank by instance type. `out_of_memory` has the failed runs that rule out their
-    batch and all larger batches. `held` has each configuration that ran at least three steps, with the number of times
-    that its allocator found the device full. `sharded` is True if the ranks share state.
+    `capacity_bytes` is the memory of one rank by instance type. `out_of_memory` contains the failed runs that rule out
+    their batch and all larger batches. `held` maps each configuration that ran for at least three steps to the number
+    of times that its allocator found the device full. `sharded` is True if the ranks share state.
     """
 
     models: Mapping[Variant, MemoryModel]
@@ -333,19 +335,19 @@ class MemoryEvidence:
         )
 
     def retries(self, c: Configuration) -> int:
-        """Return how often the device was full during a run of this variant with this local batch."""
+        """Return the number of times that the device was full during a run of this variant with this local batch."""
         alike = (c.variant, c.local_batch_size)
         return max((n for ran, n in self.held if (ran.variant, ran.local_batch_size) == alike), default=0)
 
     def fit_probability(self, c: Configuration) -> float | None:
-        """Return the probability that a rank's peak fits into its memory, or None if model or capacity is unknown."""
+        """Return the probability that a rank's peak fits into memory, or None if model or capacity are unknown."""
         model, capacity = self.models.get(c.variant), self.capacity_bytes.get(c.instance_type)
         if model is None or capacity is None:
             return None
         return model.fits(float(c.local_batch_size), _room(model, capacity, c.world_size))
 
     def why_not(self, c: Configuration) -> str:
-        """Return a sentence that says why this configuration does not fit into memory."""
+        """Return a sentence that explains why this configuration does not fit into memory."""
         for failed in self.out_of_memory:
             if failed.configuration.variant == c.variant and c.local_batch_size >= failed_batch(failed):
                 batch = failed_batch(failed)
@@ -354,7 +356,7 @@ class MemoryEvidence:
         return f"its local batch {c.local_batch_size} is above {bound}, the largest batch that fits safely."
 
     def why_nothing_fits(self, spec: wire.JobSpec) -> str:
-        """Return a sentence that says why no candidate fits into memory, by instance type, with the remedy."""
+        """Return a sentence that explains, by instance type, why no candidate fits into memory, with the remedy."""
         smallest, base = spec.batch.min_local_batch_size, spec.base_options
         remedy = f"use a larger instance type, or {'increase cluster.min_nodes' if _shares(spec) else _SHARD_ALL}"
         reasons = []
@@ -380,12 +382,12 @@ class MemoryEvidence:
 def _out_of_memory_runs(
     measured: Measured, summaries: Sequence[RunSummary]
 ) -> tuple[list[RunSummary], set[str], list[str]]:
-    """Return which batches the out-of-memory failures rule out, given the batches that were measured.
+    """Return the runs that ran out of memory, grouped by what they rule out, given the batches that were measured.
 
-    The first result has the runs that rule out their batch and all larger batches of their variant. If a larger batch
-    fitted, a failed run rules out only its own configuration; the second result has the ids of such runs, and the third
-    a warning for each. A batch that fitted although a failure rules it out does not contradict failures at smaller
-    batches, since it may have fitted by chance.
+    The first result contains the runs that rule out their batch and all larger batches of their variant. If a larger
+    batch fitted, a failed run rules out only its own configuration; the second result contains the ids of these runs,
+    and the third a warning for each of them. A batch that fitted although a failure rules it out does not contradict
+    failures at smaller batches, since it may have fitted by chance.
     """
     standing: list[RunSummary] = []
     contradicted: set[str] = set()
@@ -457,9 +459,9 @@ def _memory_models(
 ) -> tuple[dict[Variant, MemoryModel], list[str]]:
     """Return the memory model of each variant of one instance type, and warnings about readings that cannot be used.
 
-    The base is modelled first, then the variants with readings, then all others. A variant without readings gets the
-    model of the nearest variant that was modelled before it, with the assumed effects of the options. A variant with
-    readings gets only the static bytes of that variant, unless its own were counted.
+    The base is modelled first, then the variants with readings, then all other variants. A variant without readings
+    uses the model of the nearest variant modelled so far, adjusted by the assumed effects of the options. A variant
+    with readings uses only the static bytes of the nearest variant, unless its own static bytes were counted.
     """
     models: dict[Variant, MemoryModel] = {}
     warnings: list[str] = []
@@ -510,7 +512,7 @@ def _memory_model(
 
 
 def _counts_static(memory: MemoryReading) -> bool:
-    """Return True if the agent counted parameters and optimizer state that are a part of the reading's peak."""
+    """Return True if the agent counted the parameters and optimizer state that are included in the reading's peak."""
     counted = memory.parameter_bytes is not None and memory.optimizer_bytes is not None
     return counted and memory.method == "cuda_allocator"
 
@@ -518,7 +520,7 @@ def _counts_static(memory: MemoryReading) -> bool:
 def _unsure(
     name: str, usable: Sequence[tuple[Configuration, MemoryReading]], capacity: float | None, bound: int | None
 ) -> list[str]:
-    """Return a warning if all readings are at batches too small to show how memory grows, or else an empty list."""
+    """Return a warning if the batches of all readings are too small to show how memory grows, else an empty list."""
     if capacity is None or bound is None or not usable:
         return []
     c, reading = max(usable, key=lambda row: row[0].local_batch_size)
@@ -532,7 +534,7 @@ def _unsure(
 
 
 def state_beyond_memory(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> str | None:
-    """Return a sentence if the model's state exceeds the specified memory even with the most ranks, or else None."""
+    """Return a sentence if the model's state exceeds the specified memory even on the most ranks, else None."""
     capacity = cluster.memory_bytes_per_rank
     needed = _counted_bytes(model, cluster.max_nodes * cluster.ranks_per_node)
     if capacity is None or needed <= capacity:
@@ -544,7 +546,7 @@ def state_beyond_memory(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> str
 
 
 def required_fit_probability(spec: wire.JobSpec) -> float:
-    """Return the probability of fitting into memory that a recommended batch must have at least."""
+    """Return the minimum probability of fitting into memory that a recommended batch must have."""
     return min(max(spec.profiling.memory_safety, 0.5), 0.999)
 
 
@@ -562,7 +564,7 @@ def _fewest_ranks(cluster: wire.ClusterSpec) -> int:
 
 
 def _room(model: MemoryModel, capacity: float, world_size: int) -> float:
-    """Return the capacity in bytes with which a prediction of the model must be compared.
+    """Return the capacity in bytes to compare with a prediction of the model.
 
     The model describes the largest cluster. With `world_size` ranks, each rank has larger shards, and the difference is
     subtracted from the capacity.
@@ -593,8 +595,8 @@ def _memory_observations(
 ) -> MemoryObservations:
     """Return the readings and the counted bytes to which the memory of a variant is fitted.
 
-    The agent counts the bytes of parameters, gradients and optimizer state. Before it has done so, they are computed
-    from the specification in single precision, and `context` bytes are added.
+    The agent counts the bytes of parameters, gradients and optimizer state. Until this has happened, these bytes are
+    computed from the specification in single precision, and `context` bytes are added.
     """
 
     def of_most_ranks(c: Configuration, amount: float) -> float:
@@ -620,11 +622,12 @@ def _memory_observations(
 
 
 def _plan_safety(spec: wire.JobSpec, num_batches: int, *, of_base: bool) -> float | None:
-    """Return the probability of fitting into memory that a batch must have to be profiled; None allows all batches.
+    """Return the minimum probability of fitting into memory for a batch to be profiled; None allows all batches.
 
-    Readings at a single batch do not show how memory grows with the batch. They therefore rule out only batches that
-    are more likely to fail than not, and no batch if the static bytes were not counted. The specification describes
-    only the base; other variants start from its static bytes, and a full device is a useful result for them.
+    Readings at a single batch do not show how memory grows with the batch, so they rule out only batches that are more
+    likely to fail than not, or no batches if the static bytes were not counted. The specification describes only the
+    base; other variants start from the base's static bytes, and running out of memory is a useful result for these
+    variants.
     """
     if num_batches > 1 or (of_base and spec.model.activation_bytes_per_sample):
         return required_fit_probability(spec)
@@ -636,7 +639,7 @@ def _plan_safety(spec: wire.JobSpec, num_batches: int, *, of_base: bool) -> floa
 def _counted_bytes(model: wire.ModelSpec, ranks: float) -> float:
     """Return the bytes of parameters, gradients and optimizer state on a device of one of `ranks` ranks.
 
-    The numbers are in single precision. If the number of parameters is unknown, the result is 0.
+    All values are assumed to be in single precision. If the number of parameters is unknown, the result is 0.
     """
     sizes = (_OPTIMIZER_BYTES[model.optimizer], 4, 4)
     shared = _NUM_SHARED[model.sharding]
@@ -655,12 +658,12 @@ def _state_too_large(needed: float, capacity: float) -> str:
 
 
 def _beside(model: wire.ModelSpec, readings: Sequence[MemoryReading], assumed: float) -> Beside:
-    """Return the memory of the device that is in use besides the allocator's peaks.
+    """Return the device memory that is used in addition to the allocator's peaks.
 
-    It consists of the context, which is the largest one that was read or else an assumed one, and of the memory that
-    the allocator reserves beyond its peaks when the device is full. The latter is not taken from readings, because the
-    allocator returns cached memory when memory is short. It is assumed to be small only if the segments of all runs
-    grew.
+    This memory consists of the context (the largest one measured, or else an assumed one) and of the memory that the
+    allocator reserves beyond its peaks when the device is full. The reserved memory is not taken from readings, because
+    the allocator releases cached memory when memory is short. It is assumed to be small only if the allocator used
+    expandable segments in all runs.
     """
     contexts = [m.context_bytes for m in readings if m.context_bytes is not None]
     context, sd = (float(max(contexts)), 0.0) if contexts else (assumed, _CONTEXT_SD * assumed)

@@ -1,4 +1,4 @@
-"""Renders an answer as wire models, and explains in sentences why a candidate was chosen and what is uncertain."""
+"""Renders an answer as wire models, with sentences that explain the choice and its uncertainty."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
     """Return all fields of `wire.Recommendation` for an answer, except for `id`, `job_id` and `created_at`.
 
     The recommendation lists only candidates with the base options or with launched options; `options` has the expected
-    effects of all options. `cross_validated_error` must be from the runs and the model of this answer, or None.
+    effects of all options. `cross_validated_error` must be None or computed from the runs and the model of this answer.
     """
     choice, evidence, base = answer.choice, answer.evidence, answer.spec.base_options
     knee, chosen = choice.knee.estimate, choice.chosen
@@ -100,7 +100,7 @@ def infeasible_fields(analysis: Infeasible) -> dict[str, object]:
 
 
 def _menu(answer: Answer) -> list[wire.MenuPoint]:
-    """Return the points of the menu, each with the price of every hour that it saves over the next slower point."""
+    """Return the points of the menu, each with the extra cost per hour saved relative to the next slower point."""
     menu, priced = answer.choice.menu, answer.choice.goal.priced
     chosen = answer.choice.chosen
     return [
@@ -132,7 +132,7 @@ def render_candidates(answer: Answer, estimates: Sequence[Estimate]) -> list[wir
 
 
 def model_report(answer: Answer, cross_validated_error: float | None = None) -> wire.ModelReport:
-    """Return a report on the model that made the predictions, with its data and its warnings."""
+    """Return a report on the model behind the predictions, including its data and warnings."""
     evidence, model = answer.evidence, answer.model
     memory = [note for variant in sorted(evidence.memory.models) for note in evidence.memory.models[variant].notes]
     warnings = [*_warnings(answer), *_unequal_lengths(answer.data.seen_tokens)]
@@ -179,7 +179,7 @@ def assess_quality(answer: Answer) -> wire.Quality | None:
 
 
 def why(answer: Answer) -> str:
-    """Return why the candidate was chosen, how the runner-up differs, what limits exclude, and the answer's basis."""
+    """Return sentences on the reason for the choice, the runner-up, the excluded candidates, and the answer's basis."""
     choice, objective = answer.choice, OBJECTIVES[answer.objective]
     parts = []
     chosen = choice.chosen
@@ -223,9 +223,9 @@ def why(answer: Answer) -> str:
 
 
 def explain_choice(choice: Choice) -> str:
-    """Return why the chosen candidate is best or, if there is none, a sentence that says which limits would admit one.
+    """Return the reason for the choice or, if there is none, a sentence with limits that would admit a candidate.
 
-    The reason is the end of a sentence.
+    The reason is a clause that completes a sentence.
     """
     chosen, least = choice.chosen, _least(choice)
     if chosen is None:
@@ -245,9 +245,9 @@ def explain_choice(choice: Choice) -> str:
 
 
 def _least(choice: Choice) -> str:
-    """Return the time of the fastest and the cost of the cheapest candidate, which the limits would have to allow.
+    """Return the time of the fastest and the cost of the cheapest candidate as text, as minimum values for the limits.
 
-    Candidates that are excluded by the largest batch or by interruptions are ignored. If there are no others, the text
+    Candidates that are excluded by the largest batch or by interruptions are ignored. If no candidates remain, the text
     is empty.
     """
     barred = choice.barred
@@ -266,7 +266,7 @@ def _least(choice: Choice) -> str:
 
 
 def breach(exclusion: Exclusion, limits: Limits) -> str:
-    """Return a sentence that says how a candidate exceeds a limit."""
+    """Return a sentence that describes how a candidate exceeds a limit."""
     if exclusion.limit == "interruptions":
         return "it would practically never finish because of spot interruptions."
     if exclusion.limit == "max_global_batch_size":
@@ -286,7 +286,7 @@ def breach(exclusion: Exclusion, limits: Limits) -> str:
 
 
 def savings(chosen: wire.Candidate | None, candidates: Sequence[wire.Candidate]) -> tuple[float | None, float | None]:
-    """Return the shares of time saved relative to the smallest and to the largest batch on the same number of nodes."""
+    """Return the fractions of time saved relative to the smallest and the largest batch on the same number of nodes."""
     if chosen is None:
         return None, None
     mine, time_s = chosen.configuration, chosen.total_time_s.value
@@ -373,9 +373,9 @@ def _joules_per_example(answer: Answer, estimate: Estimate) -> wire.Estimate | N
 
 
 def _excluded_by(answer: Answer, c: Configuration, fits: float | None) -> str | None:
-    """Return the reason, other than a limit, why this candidate may not be chosen, or None if it may be chosen.
+    """Return a reason other than a limit for which this candidate must not be chosen, or None if there is none.
 
-    `fits` is the probability that the candidate fits into memory.
+    `fits` is the candidate's probability of fitting into memory.
     """
     if c in answer.doubtful:
         return f"the probability that it fits into memory is only {percent(fits, digits=0)}."
@@ -397,7 +397,7 @@ def _ratio(amount: float, per: Interval) -> wire.Estimate:
 
 
 def _warnings(answer: Answer) -> list[str]:
-    """Return warnings about information that the specification and the measurements lack, each with a remedy."""
+    """Return warnings about information missing from the specification or the measurements, each with a remedy."""
     spec, bounds = answer.data.spec, answer.evidence.memory.max_local_batch_size
     sentences = [
         f"Nothing limits the local batch of {name}, so candidates have at most five doublings of the smallest batch; "
@@ -427,7 +427,7 @@ def _warnings(answer: Answer) -> list[str]:
 
 
 def find_gaps(model: StepTimeModel) -> list[str]:
-    """Return sentences about information that the measurements lack, and about contradictory measurements."""
+    """Return sentences about missing and about contradictory measurements."""
     if model.observations is None:
         return ["Nothing was measured, so every figure comes from hardware data or from other jobs."]
     rows = model.observations.points.rows()
@@ -453,7 +453,7 @@ def find_gaps(model: StepTimeModel) -> list[str]:
 
 
 def _implausible(rows: Sequence[tuple[PointKey, float]]) -> list[str]:
-    """Return a warning about the worst pair of runs of which the one with less work took far longer."""
+    """Return a warning about the worst pair of runs in which the run with less work took far longer."""
     pairs = (
         (slow / fast, smaller, larger)
         for smaller, slow in rows
@@ -472,7 +472,7 @@ def _implausible(rows: Sequence[tuple[PointKey, float]]) -> list[str]:
 
 
 def _has_less_to_do(one: PointKey, other: PointKey) -> bool:
-    """Return True if `one` has either fewer nodes or a smaller batch than `other`, and is otherwise equal."""
+    """Return True if `one` differs from `other` only in having fewer nodes, or only in having a smaller batch."""
     (variant, nodes, world, batch, steps), (other_variant, other_nodes, other_world, other_batch, other_steps) = (
         one,
         other,
@@ -492,7 +492,7 @@ def _unequal_lengths(seen: Sequence[float]) -> list[str]:
 
 
 def _waits_for_data(answer: Answer) -> list[str]:
-    """Return a warning that the chosen candidate waits for data, with the time and cost that this wait causes."""
+    """Return a warning if the chosen candidate waits for data, with the time and cost caused by this wait."""
     chosen = answer.choice.chosen
     if chosen is None:
         return []
@@ -521,7 +521,7 @@ def _large_convolutions(spec: wire.JobSpec, evidence: Evidence) -> list[str]:
 
 
 def _memory_of_chosen(answer: Answer) -> list[str]:
-    """Return a warning if the chosen local batch has not run for three steps, or if it ran on a full device."""
+    """Return a warning if the chosen local batch has not run for three steps, or if the device was full meanwhile."""
     chosen, memory = answer.choice.chosen, answer.evidence.memory
     if chosen is None or not answer.evidence.rows:
         return []
@@ -537,7 +537,7 @@ def _memory_of_chosen(answer: Answer) -> list[str]:
 
 
 def _smaller_batch(choice: Choice, chosen: Estimate) -> str:
-    """Return why the chosen batch is smaller than that of the fastest candidate, and how this candidate differs."""
+    """Return a sentence that explains why the chosen batch is smaller than the fastest candidate's."""
     quick = choice.least_time
     if quick is None or quick.configuration.global_batch_size <= chosen.configuration.global_batch_size:
         return ""
@@ -555,7 +555,7 @@ def _max_sensible_batch_size(answer: Answer) -> int | None:
 def suggest_learning_rate(
     answer: Answer, c: Configuration, efficiency: StatisticalEfficiency | None = None
 ) -> LearningRate:
-    """Return the learning rate of a configuration at `efficiency`, which is the answer's efficiency by default."""
+    """Return the suggested learning rate of a configuration; `efficiency` defaults to the answer's efficiency."""
     batch, base, efficiency = c.global_batch_size, answer.base_batch_size, efficiency or answer.efficiency
     by_noise_scale = None if efficiency is None else efficiency.learning_rate_factor(batch)
     return LearningRate(
@@ -569,9 +569,9 @@ def suggest_learning_rate(
 
 
 def nearest_misses(choice: Choice) -> dict[str, Exclusion]:
-    """Return the candidate that exceeds each limit least; a tie is decided by the value of the objective.
+    """Return, for each limit, the candidate that exceeds the limit least; ties are broken by the objective's value.
 
-    Candidates that no deadline or budget would admit come last, since they do not narrowly miss either limit.
+    Candidates that no deadline or budget would admit come last, because changing these limits would not help them.
     """
     barred = choice.barred
     missed = [exclusion for exclusion in choice.excluded if exclusion.estimate is not choice.chosen]

@@ -1,4 +1,4 @@
-"""Collects figures of a job's network, devices and links from its specification, data sheets, probes and readings."""
+"""Collects properties of a job's network, devices and links from the specification, data sheets, probes and runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ _LOG_BYTES: Final = (0.0, 60.0 * math.log(2.0))
 class EarlierFigures:
     """An earlier job with the facts of its network.
 
-    `types` has the name and the hardware of each of its instance types, and True if the present job uses this hardware.
+    `types` contains, for each of the earlier job's instance types, its name, its hardware, and True if the current job
+    uses the same hardware.
     """
 
     job: EarlierJob
@@ -56,11 +57,11 @@ class EarlierFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of a job and of earlier jobs from specifications, data sheets and probes, for the performance model.
+    """Hardware figures of a job and of earlier jobs, from specifications, data sheets and probes.
 
-    Four fields have an entry per instance type: `hardware`; `fabrics` with the links as probed on equal nodes;
-    `power_w` with the power of a rank's device, for all types or none; and `slow_from`, which the function `slow_from`
-    describes. `earlier` has the earlier jobs, newest first.
+    Four fields have an entry for each instance type: `hardware`; `fabrics`, the links as probed on equal nodes;
+    `power_w`, the power of a rank's device, for all types or none; and `slow_from`, the result of the function
+    `slow_from`. `earlier` has the earlier jobs, newest first.
     """
 
     facts: ModelFacts
@@ -72,7 +73,7 @@ class Figures:
 
 
 def look_up_figures(data: JobData) -> Figures:
-    """Return the figures of a job and of the earlier jobs whose results it can use."""
+    """Return the hardware figures of a job and of the earlier jobs whose results can be used for this job."""
     spec = data.spec
     probed = {cluster.instance_type: fit_fabric(data.probes, cluster) for cluster in spec.cluster}
     fabrics = {name: fabric for name, fabric in probed.items() if fabric is not None}
@@ -103,10 +104,10 @@ def look_up_figures(data: JobData) -> Figures:
 
 
 def look_up_hardware(cluster: wire.ClusterSpec, precision: Precision | None = None) -> Hardware:
-    """Return the figures of an instance type, with the arithmetic peak at `precision`.
+    """Return the hardware figures of an instance type; its arithmetic peak is for `precision`.
 
-    A figure is None if it is in neither the specification nor the data sheets. Different names of a device, such as
-    V100-16GB and Tesla V100, are treated as equal; the processors of two instance types are treated as different.
+    A figure is None if neither the specification nor a data sheet contains it. Different names of the same device, such
+    as V100-16GB and Tesla V100, are treated as equal; the CPUs of two instance types are treated as different.
     """
     name = cluster.device
     if cluster.accelerator is None or name == PROCESSOR:
@@ -116,7 +117,7 @@ def look_up_hardware(cluster: wire.ClusterSpec, precision: Precision | None = No
     if name is None:
         return Hardware(inter_node_gbps=cluster.network_gbps, device=key)
     device = DEVICES[name]
-    # It is unknown how many cores of a processor a rank uses: one or forty, for example.
+    # The number of CPU cores that a rank uses is unknown and may be 1 or 40, for example.
     uncertain = _PROCESSOR_SD if name == PROCESSOR else 0.0
     # Jobs that were registered before precisions were checked may have a precision that the device does not support.
     peak = device.peak if precision is None else device.tflops[precision] or device.fp32
@@ -126,7 +127,8 @@ def look_up_hardware(cluster: wire.ClusterSpec, precision: Precision | None = No
 def same_hardware(one: wire.ClusterSpec | wire.FabricProbe, other: wire.ClusterSpec) -> bool:
     """Return True if both specify the same hardware.
 
-    If neither names any hardware, the ranks per node must also be equal and, if both are clusters, the memory as well.
+    If no hardware is specified in either of them, the ranks per node must also be equal and, if both are clusters, the
+    memory.
     """
     if any(getattr(one, name) != getattr(other, name) for name in ("instance_type", "accelerator", "network_gbps")):
         return False
@@ -138,7 +140,7 @@ def same_hardware(one: wire.ClusterSpec | wire.FabricProbe, other: wire.ClusterS
 
 
 def read_facts(model: wire.ModelSpec) -> ModelFacts:
-    """Return the facts about a network, with guesses and their uncertainty for facts that are not specified."""
+    """Return the facts about a network; facts that are not specified are guessed, with an uncertainty."""
     parameters = float(model.parameters or _UNKNOWN_PARAMETERS)
     counted_flops = model.flops_per_sample
     # The FLOPs in a specification are those of a forward and a backward pass; the performance model needs one forward
@@ -146,7 +148,7 @@ def read_facts(model: wire.ModelSpec) -> ModelFacts:
     flops = _FLOPS_PER_PARAMETER * parameters if counted_flops is None else counted_flops / 3.0
     devices = job_data.devices_per_replica(model)
     again = RECOMPUTED if model.activation_checkpointing else 1.0
-    # With activation checkpointing, the bytes that are kept say little about the computation, so they are not used.
+    # With activation checkpointing, the kept bytes are a poor measure of the computation, so they are not used.
     counted = None if model.activation_checkpointing else model.activation_bytes_per_sample
     transposed_bytes = None
     if model.transposed_elements_per_sample is not None and model.precision in _HALF:
@@ -170,7 +172,7 @@ def read_facts(model: wire.ModelSpec) -> ModelFacts:
 
 
 def _guessed_activation_bytes(flops_per_sample: float, parameter_count: float, bytes_per_number: float) -> float:
-    """Return a guess of the bytes per sample that are kept for the backward pass, within a factor of about two."""
+    """Return an estimate, accurate within a factor of about two, of the bytes per sample kept for the backward pass."""
     of_flops, of_parameters = math.log(max(flops_per_sample, 1e-300)), math.log(parameter_count)
     guess = _GUESS[0] + _GUESS[1] * of_flops + _GUESS[2] * of_parameters + math.log(bytes_per_number)
     return math.exp(min(max(guess, _LOG_BYTES[0]), _LOG_BYTES[1]))
@@ -179,8 +181,8 @@ def _guessed_activation_bytes(flops_per_sample: float, parameter_count: float, b
 def slow_from(model: wire.ModelSpec, clusters: Sequence[wire.ClusterSpec]) -> dict[str, float]:
     """Return the smallest local batch at which a convolution has 2^31 elements, by instance type.
 
-    For this batch and larger ones, cuDNN uses slower kernels. Only known GPUs have an entry, since processors have no
-    such limit and other devices are unknown. If the number of elements is unknown, the result is empty.
+    For this batch and larger ones, cuDNN uses slower kernels. Only known GPUs have an entry, since CPUs have no such
+    limit and it is unknown whether other devices have one. If the number of elements is unknown, the result is empty.
     """
     elements = model.convolution_elements_per_sample
     if elements is None:
@@ -190,7 +192,7 @@ def slow_from(model: wire.ModelSpec, clusters: Sequence[wire.ClusterSpec]) -> di
 
 
 def describe_guesses(spec: wire.JobSpec) -> list[str]:
-    """Return a sentence with a remedy for each fact about the job that had to be guessed for the first prediction."""
+    """Return a sentence, with a remedy, for each fact about the job that was guessed for the first prediction."""
     sentences = []
     if spec.model.flops_per_sample is None:
         sentences.append("The model's FLOPs per sample are unknown and were guessed; set model.flops_per_sample.")
@@ -217,7 +219,7 @@ def describe_guesses(spec: wire.JobSpec) -> list[str]:
 
 
 def contradiction(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> tuple[str, str] | None:
-    """Return (field, sentence) if the accelerator lacks the specified precision or memory, or else None."""
+    """Return (field, sentence) if the accelerator does not have the specified precision or memory, otherwise None."""
     if cluster.device is None:
         return None
     device = DEVICES[cluster.device]
@@ -238,7 +240,7 @@ def contradiction(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> tuple[str
 
 
 def fit_cost(readings: Sequence[wire.AllReduceReading]) -> AllReduceCost:
-    """Return the cost of an all-reduce, fitted to the readings of one group of ranks."""
+    """Return the all-reduce cost fitted to the readings of one group of ranks."""
     return fit_all_reduce(
         [reading.size_bytes for reading in readings],
         [reading.time_s for reading in readings],
@@ -264,7 +266,7 @@ def select_probes(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec)
 
 
 def agree(one: wire.FabricProbe, other: wire.FabricProbe) -> bool:
-    """Return True if two probes have the same shape and their times for a gradient bucket differ by at most 2 times."""
+    """Return True if two probes have the same shape and their times for a bucket differ by at most a factor of 2."""
     shapes = {(probe.instance_type, probe.num_nodes, probe.ranks_per_node) for probe in (one, other)}
     costs = (fit_cost(probe.all_ranks) for probe in (one, other))
     times = sorted(cost.latency_s.mean + cost.seconds_per_byte.mean * BUCKET_BYTES for cost in costs)
@@ -299,9 +301,9 @@ def build_probe(
 def estimate_power(spec: wire.JobSpec, summaries: Sequence[RunSummary]) -> Mapping[str, Interval]:
     """Return the power of a rank's device by instance type, in watts, with 90 % intervals.
 
-    The power of a run is the energy of a step divided by its time, and the power of an instance type is the geometric
-    mean over its runs. A type without runs has the mean over all runs, with a wider interval. If no run has reported
-    energy, the result is empty.
+    The power of a run is the energy of a step divided by the step time, and the power of an instance type is the
+    geometric mean over the runs on this type. A type without runs is assigned the mean over all runs, with a wider
+    interval. If no run has reported energy, the result is empty.
     """
     read: dict[str, list[float]] = {}
     for summary in summaries:

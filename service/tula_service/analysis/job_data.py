@@ -29,7 +29,7 @@ _MOST_DOUBLINGS = 12
 class EarlierJob:
     """An earlier job of the same project with its results.
 
-    `posteriors`, by instance type, were computed by `analysis.transfer.export_posteriors` for the options `base`.
+    `posteriors` (by instance type) were computed by `analysis.transfer.export_posteriors` for the options in `base`.
     `prediction_pairs` has for each training run the step time that the model predicted, both ends of its interval
     before calibration, and the measured step time, in seconds.
     """
@@ -45,13 +45,13 @@ class EarlierJob:
 class JobData:
     """One version of a job: its specification, its runs with their measurements, and the results of earlier jobs.
 
-    `runs` are in plan order. `summaries` has the runs that have samples or ran out of memory, oldest first.
-    `earlier_jobs` and `probes` (of this job's instance types) have the newest first. `trained_noise` (newest first),
-    `profiled_noise` and `token_counts` are columns of telemetry of the newest runs. `small_batch_size` (the batch of
-    the learning rate, or None if not reported) and `directions` (True if steps are turned) are the last values that a
-    `TulaOptimizer` in these runs reported. Failed runs with a key of at most `retried_up_to_key` do not rule out their
-    configuration, since the job was registered again after them. `cross_validated_error` is valid only for the runs
-    `cross_validated_runs` and this version of the model.
+    `runs` are in plan order. `summaries` describes the runs that have samples or ran out of memory, oldest first.
+    `earlier_jobs` and `probes` (of this job's instance types) are sorted newest first. `trained_noise` (newest first),
+    `profiled_noise` and `token_counts` are telemetry columns of the newest runs. `small_batch_size` (the batch for
+    which the learning rate is tuned, or None if not reported) and `directions` (True if steps are turned) are the last
+    values that a `TulaOptimizer` reported in these runs. Failed runs with a key of at most `retried_up_to_key` do not
+    rule out their configuration, since the job was registered again after them. `cross_validated_error` is valid only
+    for the runs `cross_validated_runs` and this version of the model.
     """
 
     spec: wire.JobSpec
@@ -79,7 +79,7 @@ class JobData:
 
     @property
     def gradient_noise_scale(self) -> float | None:
-        """Return the noise scale, in examples, of a training run or, if there is none, the median of profiling runs.
+        """Return the noise scale, in examples, of a training run or, if there is none, the median over profiling runs.
 
         Since short profiling runs measure only the start of training, those with fewer than 100 steps are used only if
         there are no longer ones.
@@ -88,7 +88,7 @@ class JobData:
 
     @property
     def settled_noise_scale(self) -> float | None:
-        """Return the noise scale from runs with at least 100 measured steps, which is settled, or None."""
+        """Return the noise scale from runs with at least 100 measured steps, after which it has settled, or None."""
         return self._noise_scale(least_steps=_SETTLED_STEPS)
 
     def _noise_scale(self, least_steps: int) -> float | None:
@@ -104,12 +104,12 @@ class JobData:
 
     @property
     def tokens_per_example(self) -> float | None:
-        """Return the specified number of tokens per example, or else the mean that the agents reported, or None."""
+        """Return the specified number of tokens per example or, if none is specified, the reported mean, or None."""
         return self.spec.model.tokens_per_example or (statistics.fmean(seen) if (seen := self.seen_tokens) else None)
 
     @property
     def drift(self) -> str | None:
-        """Return a sentence on how the speed of the newest training run differs from its prediction, or None."""
+        """Return a sentence if the newest training run's speed differs from its prediction, otherwise None."""
         newest = max((run for run in self.runs if run.kind == "train"), key=lambda run: run.key, default=None)
         return None if newest is None else newest.drift_sentence
 
@@ -130,9 +130,9 @@ def has_prices(spec: wire.JobSpec) -> bool:
 
 
 def payable(spec: wire.JobSpec, memory: Collection[Variant]) -> wire.JobSpec:
-    """Return the specification, without prices if a price is per GB-hour and the memory of a variant is unknown.
+    """Return the specification, omitting all prices if a price is per GB-hour and a variant's memory is unknown.
 
-    `memory` has the variants whose memory is known.
+    `memory` contains the variants whose memory is known.
     """
     by_memory = [c.instance_type for c in spec.cluster if c.price.usd_per_gb_hour]
     if all(Variant(name, options) in memory for name in by_memory for options in spec.varied_combinations):
@@ -144,8 +144,8 @@ def base_batch_size(data: JobData, candidates: Sequence[wire.Configuration]) -> 
     """Return the global batch for which the learning rate is assumed to be tuned.
 
     This is the `small_batch_size` that the script reported or, if there is none, the smallest batch of the candidates.
-    A reported number that is larger than all candidates is ignored, since it is not a number of examples but, for
-    example, of tokens.
+    A reported value that is larger than all candidates is ignored, since its unit is not examples but, for example,
+    tokens.
     """
     sizes = [c.global_batch_size for c in candidates]
     reported = data.small_batch_size
@@ -160,11 +160,11 @@ def build_goal(
     base_batch_size: int,
     power_w: Mapping[str, Interval] | None = None,
 ) -> Goal:
-    """Return the goal of a choice, which has the amount of training, the prices, the limits and an accuracy guard.
+    """Return the goal of a choice, including the amount of training, the prices, the limits and an accuracy guard.
 
     If a run of the script has reported that it turns steps, the guard uses the constants for turned steps. Otherwise,
-    the constants depend on the specified optimizer: for SGD, those of the policy `gain` without turned steps, and for
-    all other optimizers, those of AdamW. If there are no prices, the budget is ignored.
+    the guard's constants depend on the specified optimizer: for SGD, the constants of the `gain` policy without turned
+    steps are used, and for all other optimizers, the constants of AdamW. If there are no prices, the budget is ignored.
     """
     priced = has_prices(spec)
     by_optimizer = SGD if spec.model.optimizer in ("sgd", "momentum") else CAREFUL
@@ -196,7 +196,7 @@ def build_goal(
 def list_offers(spec: wire.JobSpec) -> dict[str, Offer]:
     """Return the on-demand prices by instance type.
 
-    If there is no price at all, a node-hour costs 1, so that costs are numbers of node-hours.
+    If no prices are specified, a node-hour is priced at 1, so that costs are numbers of node-hours.
     """
     prices = {cluster.instance_type: cluster.price for cluster in spec.cluster}
     if not any(is_priced(price) for price in prices.values()):
@@ -209,7 +209,7 @@ def list_offers(spec: wire.JobSpec) -> dict[str, Offer]:
 
 
 def list_spot_offers(spec: wire.JobSpec) -> dict[str, Offer]:
-    """Return the spot prices by instance type, for the types that have one."""
+    """Return the spot prices by instance type, for the types that have a spot price."""
     prices = {cluster.instance_type: cluster.price.spot for cluster in spec.cluster}
     return {
         name: Offer(price.usd_per_node_hour, spot=Spot(**price.model_dump(exclude={"usd_per_node_hour"})))
@@ -221,10 +221,10 @@ def list_spot_offers(spec: wire.JobSpec) -> dict[str, Offer]:
 def list_candidates(spec: wire.JobSpec, memory_bound: Mapping[Variant, int]) -> tuple[wire.Configuration, ...]:
     """Return all configurations that may be chosen, sorted.
 
-    `memory_bound` has the largest local batch of each variant that memory limits. A bound is rounded down to the
-    smallest batch times a power of two, so that a new fit does not change every candidate. Without a bound, the
-    smallest batch is doubled up to five times. Configurations whose global batch exceeds the data set are omitted.
-    Raises ObservationError if there are no candidates.
+    `memory_bound` has the largest local batch that fits into memory, for each variant with such a limit. A bound is
+    rounded down to the smallest batch times a power of two, so that a new fit does not change every candidate. For a
+    variant without a bound, the smallest batch is doubled up to five times. Configurations whose global batch exceeds
+    the data set are omitted. Raises ObservationError if there are no candidates.
     """
     variants = [(cluster, options) for cluster in spec.cluster for options in spec.varied_combinations]
     possible = {
@@ -235,7 +235,7 @@ def list_candidates(spec: wire.JobSpec, memory_bound: Mapping[Variant, int]) -> 
     held = spec.batch.grad_accum_steps
     if not possible and held is not None and spec.batch.global_batch_size is not None:
         raise ObservationError(
-            f"batch: no local batch results in a global batch of {spec.batch.global_batch_size} with grad_accum_steps "
+            f"batch: no local batch gives a global batch of {spec.batch.global_batch_size} with grad_accum_steps "
             f"= {held}; change one of the two, batch.max_local_batch_size or the cluster."
         )
     if not possible:
@@ -283,7 +283,7 @@ def _on(cluster: wire.ClusterSpec, batch: wire.BatchSpec, memory_bound: int | No
 
 
 def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
-    """Return smallest, 2 * smallest, 4 * smallest ... and `largest`, or nothing if largest < smallest."""
+    """Return smallest, 2 * smallest, 4 * smallest, ... and `largest`, or no numbers if largest < smallest."""
     values = []
     value = smallest
     while value < largest:

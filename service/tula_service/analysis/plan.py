@@ -1,4 +1,4 @@
-"""Decides what to profile next: which waiting runs to keep, which to cancel, and which to add.
+"""Decides what to profile next: which waiting runs to keep or cancel, and which runs to add.
 
 It also computes the cost of profiling so far, including the start-up of launches, and the expected cost of the
 remaining runs.
@@ -38,9 +38,9 @@ Span: TypeAlias = tuple[RunRecord, float, float]
 class PlanDecision:
     """The plan for one version of a job's data, which `usecases/planning.py` stores.
 
-    `cancelled` has the ids of the waiting runs to cancel, and `predicted_step_time_s` has an entry for each waiting run
-    that is kept. `active` is False if profiling is over; `posteriors` then has the results that later jobs can use, and
-    `cross_validated_error` is the model's error on runs that were left out of the fit.
+    `cancelled` contains the ids of the waiting runs to cancel, and `predicted_step_time_s` has an entry for each
+    waiting run that is kept. `active` is False if profiling is over; `posteriors` then contains the results that later
+    jobs can use, and `cross_validated_error` is the model's error on runs that were left out of the fit.
     """
 
     new: tuple[NewRun, ...]
@@ -53,9 +53,9 @@ class PlanDecision:
 
 
 def decide_plan(analysis: Analysis) -> PlanDecision:
-    """Return the decision what to profile next.
+    """Return the decision on what to profile next.
 
-    Runs that have begun continue, and waiting runs are kept as long as they are worthwhile.
+    Runs in progress continue, and waiting runs are kept as long as they are worthwhile.
     """
     runs = analysis.data.profile_runs
     waiting = [run for run in runs if run.state == "pending"]
@@ -125,12 +125,13 @@ def _worth_keeping(answer: Answer, waiting: Sequence[RunRecord]) -> list[RunReco
 
 
 def _next_runs(answer: Answer, begun: Sequence[RunRecord], waiting: list[RunRecord]) -> tuple[list[RunRecord], Plan]:
-    """Return the waiting runs to keep, and a plan with the runs to add.
+    """Return the waiting runs to keep, and a plan for the runs to add.
 
-    Runs that repeat a failed run, and interrupted runs whose lease has expired, are always kept. To decide about the
-    other waiting runs, a new plan is made without them. If it has at least as many runs as are waiting, the design that
-    chose the waiting runs is still valid, and they are kept. If it has fewer runs or, with shared launches, lacks a
-    waiting launch, enough has been measured meanwhile, and only waiting runs that are in the new plan are kept.
+    Runs that repeat a failed run, and interrupted runs whose lease has expired, are always kept. To decide about all
+    other waiting runs, a new plan is made without them. If the new plan has at least as many runs, the old design is
+    still valid, and all waiting runs are kept. If the new plan has fewer runs or, with shared launches, does not
+    include a waiting launch, enough has been measured in the meantime, and only the waiting runs in the new plan are
+    kept.
     """
     again = [run.configuration for run in _to_repeat(answer, ())]
     in_use = [*(run.configuration for run in begun), *again]
@@ -148,7 +149,7 @@ def _next_runs(answer: Answer, begun: Sequence[RunRecord], waiting: list[RunReco
 
 
 def _to_repeat(answer: Answer, in_use: Collection[Configuration]) -> list[RunRecord]:
-    """Return the failed runs to repeat that are feasible and not `in_use`, or none if the GPU-seconds are spent."""
+    """Return the failed runs to repeat that are feasible and not `in_use`; if no GPU-seconds remain, return no runs."""
     budget = _budget(answer.data)
     if budget.max_gpu_seconds is not None and budget.spent_gpu_seconds >= budget.max_gpu_seconds:
         return []
@@ -188,7 +189,7 @@ def _budget(data: JobData) -> PlanBudget:
 
 
 def most_launches(spec: wire.JobSpec) -> int:
-    """Return the maximum number of launches of an adaptive search, or of runs if launches are not shared."""
+    """Return the maximum number of launches in an adaptive search or, if launches are not shared, of runs."""
     options = sum(len(values) > 1 for values in spec.varied_options.values())
     further_types = len(spec.cluster) - 1
     with_options = _RUNS_WITH_OPTIONS + _RUNS_PER_OPTION * options + _RUNS_PER_FURTHER_TYPE * further_types
@@ -196,14 +197,14 @@ def most_launches(spec: wire.JobSpec) -> int:
 
 
 def profiling_cost(spec: wire.JobSpec, plan: Sequence[RunRecord], now_s: float) -> ProfilingCost:
-    """Return the cost of the plan's runs until `now_s` (seconds since 1970), and the expected cost of unfinished runs.
+    """Return the cost of the plan's runs up to `now_s` (seconds since 1970), and the expected cost of unfinished runs.
 
     The expected duration of a launch is the sum of its start-up time and its predicted step times. The start-up time is
-    the median over the launches that ended after measuring something or, if there are none yet, 30 s. If the leases of
-    a launch have expired, the launch is assumed to have ended when they did, and its runs will be repeated; once they
-    are leased again, the first attempt is no longer counted. As long as launches remain, an adaptive search may add
-    more launches up to its limit. Each is expected to take as long as the longest launch and to cost as much as the
-    most expensive launch of the plan.
+    the median over the launches that ended with measurements or, if there are none yet, 30 s. If the leases of a launch
+    have expired, the launch is assumed to have ended at that time, and its runs will be repeated; once the runs are
+    leased again, the first attempt is no longer counted. As long as launches remain, an adaptive search may add more
+    launches up to its limit. Each further launch is expected to take as long as the longest launch in the plan, and to
+    cost as much as the most expensive.
     """
     launches = _launches(plan, spec, now_s)
     start_ups_s = []
@@ -261,9 +262,9 @@ def _launch(run: RunRecord, spec: wire.JobSpec) -> object:
 
 
 def _launches(runs: Iterable[RunRecord], spec: wire.JobSpec, now_s: float | None = None) -> list[list[Span]]:
-    """Return the spans of all runs that have begun, grouped by launch; if `now_s` is None, only of ended runs.
+    """Return the time spans of all runs that have begun, grouped by launch; if `now_s` is None, omit unfinished runs.
 
-    The spans of a launch are on one cluster, and each begins before all previous spans have ended.
+    All spans of a launch are on one cluster, and each span begins before all previous spans have ended.
     """
     spans, by_place = [], dict[object, list[list[Span]]]()
     for run in runs:
@@ -285,10 +286,10 @@ def _taken(spans: Sequence[Span]) -> tuple[Configuration, float]:
 
 
 def _in_steps_s(spans: Sequence[Span]) -> float:
-    """Return the seconds that the runs of an ended launch spent in steps.
+    """Return the number of seconds that the runs of a finished launch spent in steps.
 
-    At most the planned steps of a run are counted, because its number of samples may be higher: ranks other than the
-    first also send a few samples to report their memory.
+    The steps of a run are counted up to the planned number. A run may have more samples than steps, because ranks other
+    than the first also send a few samples to report their memory use.
     """
     runs = sorted((run for run, _, _ in spans), key=lambda run: run.configuration.local_batch_size)
     counted = [min(run.num_samples, _steps(run.instruction, place > 0)) for place, run in enumerate(runs)]
@@ -298,7 +299,7 @@ def _in_steps_s(spans: Sequence[Span]) -> float:
 def _ended_s(run: RunRecord, now_s: float | None) -> float | None:
     """Return the time at which a run ended, in seconds since 1970.
 
-    The end of a run in progress is `now_s`, or the end of its lease if this is earlier.
+    For a run in progress, the result is `now_s` or the end of the run's lease, whichever is earlier.
     """
     if run.finished_at is not None:
         return run.finished_at.timestamp()
@@ -314,7 +315,7 @@ def _steps(instruction: Mapping[str, float] | None, further: bool = False) -> in
 
 
 def _totals(spec: wire.JobSpec, used: Iterable[tuple[Configuration, float]]) -> tuple[float, float | None]:
-    """Return the GPU-seconds of configurations used for these times, and their cost in dollars, or None if unknown."""
+    """Return the GPU-seconds of configurations that run for these times, and the cost in dollars if it is known."""
     prices = {cluster.instance_type: cluster.price.usd_per_node_hour for cluster in spec.cluster}
     unpriced = all(price is None for price in prices.values())
     gpu_seconds, usd = 0.0, 0.0
@@ -334,7 +335,7 @@ def _progress(waiting: Sequence[Configuration], share_launches: bool) -> str:
 
 
 def _failures(answer: Answer) -> str:
-    """Return a sentence with the number of configurations that failed for reasons other than memory, and the remedy.
+    """Return a sentence with the number of configurations that failed for reasons other than memory, and a remedy.
 
     If there are no such configurations, the text is empty.
     """

@@ -1,4 +1,4 @@
-"""Answers the three questions that need a fit, by functions on plain data that another process can call."""
+"""Answers the three questions that require a fit, using functions of plain data that another process can call."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ _WITHOUT_IDENTITY: Final = {"id": "", "job_id": "", "created_at": "1970-01-01T00
 class Findings:
     """The part of the answer to "which configuration?" that is stored for one version of a job's data.
 
-    `body` is the JSON of a `wire.Recommendation` without `id`, `job_id` and `created_at`. `savings` has the shares of
-    time that the choice saves relative to the smallest and to the largest batch. `run_ids` has the fitted runs, and
-    `prices` the specified prices by instance type. `decision` is the plan, or None if the caller did not request one.
+    `body` is the JSON of a `wire.Recommendation` without `id`, `job_id` and `created_at`. `savings` contains the
+    fractions of time that the choice saves relative to the smallest and the largest batch. `run_ids` contains the ids
+    of the fitted runs, and `prices` the specified prices by instance type. `decision` is the plan, or None if the
+    caller did not request one.
     """
 
     data_version: int
@@ -51,7 +52,7 @@ class WhatIf(BaseModel):
     """A question about all combinations of these values; an empty list means all values of the job's candidates.
 
     `global_batch_size` and `local_batch_size` are mutually exclusive, and a global batch must not exceed the data set.
-    The price and the deadline replace those of the job.
+    The price and the deadline in the question replace the job's.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -76,9 +77,9 @@ class WhatIf(BaseModel):
 
 
 def report_findings(data: JobData, objective: Objective | None = None, plan: bool = False) -> Findings:
-    """Return the findings from one fit, with a decision what to profile next if `plan` is True.
+    """Return the findings from one fit, including a decision on what to profile next if `plan` is True.
 
-    The default objective is the job's.
+    By default, the job's objective is used.
     """
     analysis = analyse(data, objective)
     decision = decide_plan(analysis) if plan else None
@@ -127,13 +128,13 @@ def answer_what_if(data: JobData, job_id: str, question: WhatIf) -> str:
 
 
 def predict_run(data: JobData, configuration: Configuration) -> Estimate | None:
-    """Return the estimate for a new run, or None if it cannot be predicted."""
+    """Return the estimate for a new run, or None if nothing can be predicted."""
     answer = analyse(data)
     return answer.estimate([configuration])[0] if isinstance(answer, Answer) else None
 
 
 def _specification_at(spec: wire.JobSpec, question: WhatIf) -> wire.JobSpec:
-    """Return the specification with the price and the deadline of the question."""
+    """Return the specification with the question's price and deadline."""
     changed: dict[str, object] = {}
     if question.deadline_s is not None:
         changed["limits"] = spec.limits.model_copy(update={"deadline_s": question.deadline_s})
@@ -144,7 +145,7 @@ def _specification_at(spec: wire.JobSpec, question: WhatIf) -> wire.JobSpec:
 
 
 def _select_configurations(answer: Answer, question: WhatIf) -> tuple[Configuration, ...]:
-    """Return all configurations in the question, sorted. Raises InvalidInput if there are none or too many."""
+    """Return all configurations that match the question, sorted. Raises InvalidInput if there are none or too many."""
     spec, size = answer.data.spec, answer.data.spec.dataset.size
     _check(spec, question)
     chosen = answer.choice.chosen
@@ -198,7 +199,7 @@ def _check(spec: wire.JobSpec, question: WhatIf) -> None:
 
 
 def _select_options(spec: wire.JobSpec, question: WhatIf, recommended: Options) -> Options:
-    """Return the options in the question, or else the recommended options. Raises InvalidInput."""
+    """Return the options in the question or, by default, the recommended options. Raises InvalidInput."""
     asked = {}
     for text in question.option:
         name, equals, value = text.partition("=")
@@ -219,10 +220,10 @@ def _on_cluster(
     question: WhatIf,
     options: Options,
 ) -> set[Configuration]:
-    """Return the configurations in the question on `nodes` nodes of one instance type.
+    """Return the configurations that match the question on `nodes` nodes of one instance type.
 
-    They are the matching candidates, and configurations with the batches in the question. `held` is the number of
-    micro-steps per step if the job's script fixes it.
+    The result contains the matching candidates, and configurations with the batches given in the question. `held` is
+    the number of micro-steps per step if the job's script fixes it.
     """
     world, totals = nodes * cluster.ranks_per_node * (held or 1), question.global_batch_size
     batches = question.local_batch_size or [total // world for total in totals if total % world == 0]

@@ -1,7 +1,7 @@
 """Computes the gradient noise scale, the progress per example in a larger batch, and the learning rate of a batch.
 
-All functions are pure. The rule for the learning rate is the one that was best for such networks in our experiments
-(`experiments/generalization/results/quick.json`).
+All functions are pure. The rule for the learning rate is the rule that performed best in our experiments for the same
+kind of network (`experiments/generalization/results/quick.json`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def estimate_noise_scale(values: ArrayLike) -> Interval | None:
     The estimate is a mean over the second half of the run, because the ratio grows during training (McCandlish et al.
     2018, figure 4). The mean is geometric, because the errors of a ratio are factors. The 90 % interval comes from
     means of blocks of about sqrt(n) steps, because neighbouring values share a moving average. Values that are not
-    finite or not positive are from steps without a measurable signal, and are ignored. The result is None if they are
-    the majority, since the noise scale is then too high to be measured, or if there are fewer than eight values.
+    finite or not positive come from steps without a measurable signal, and are ignored. The result is None if most
+    values are ignored, since the noise scale is then too high to be measured, or if there are fewer than eight values.
     """
     column = np.asarray(values, dtype=np.float64).ravel()
     tail = column[column.size // 2 :]
@@ -57,8 +57,8 @@ def estimate_noise_scale(values: ArrayLike) -> Interval | None:
 class NoiseCurve:
     """The gradient noise scale during a training run, in examples, with a value for each of `PARTS` parts of the run.
 
-    `covered` is the share of the run's examples that the telemetry covers. If it is too small, or if too few parts have
-    a measurement, `values` is empty.
+    `covered` is the fraction of the run's examples that the telemetry covers. If this fraction is too small, or if too
+    few parts have a measurement, `values` is empty.
     """
 
     run_id: str
@@ -72,8 +72,8 @@ def noise_curve(
     """Return the noise scale during a training run of `examples` examples from two columns of telemetry, shape (n,).
 
     The value of a part is the geometric mean over its steps. If most steps of a part have no signal, its noise is too
-    high to be measured, and the part has the value of the previous part. Parts before the first measured part have the
-    value of that part.
+    high to be measured, and the value of the previous part is used. Parts before the first measured part have the same
+    value as the first measured part.
     """
     begun = np.asarray(steps, dtype=np.float64).ravel() * global_batch_size / examples
     column = np.asarray(values, dtype=np.float64).ravel()
@@ -108,26 +108,26 @@ class StatisticalEfficiency:
         return (self.noise_scale + self.base_batch_size) / (self.noise_scale + global_batch_size)
 
     def learning_rate_factor(self, global_batch_size: float) -> float:
-        """Return the factor by which the policy `gain` increases the learning rate of the base batch, at most B / B_0.
+        """Return the factor by which the `gain` policy increases the learning rate of the base batch, at most B / B_0.
 
-        It is (1 + c N / B_0) / (1 + c N / B), where N = `noise_scale` and c = NOISE_WEIGHT. AdaScale's gain has c = 1.
+        It is (1 + c N / B_0) / (1 + c N / B), where N = `noise_scale` and c = NOISE_WEIGHT. In AdaScale's gain, c = 1.
         """
         weighted = NOISE_WEIGHT * self.noise_scale
         return (1.0 + weighted / self.base_batch_size) / (1.0 + weighted / global_batch_size)
 
     @property
     def max_sensible_batch_size(self) -> int:
-        """Return B_noise + 2 B_0, the batch at which the progress per example is half of that at the base batch."""
+        """Return B_noise + 2 B_0, the batch at which the progress per example is half as large as at the base batch."""
         return int(self.noise_scale + 2.0 * self.base_batch_size + 1e-9)
 
 
 @dataclass(frozen=True)
 class LearningRate:
-    """The learning rate of a global batch that is `times` the base batch, relative to the rate of the base batch.
+    """The learning rate for a global batch of `times` the base batch, relative to the learning rate for the base batch.
 
-    `by_noise_scale` is the gain, or None if the noise scale is unknown; as in `TulaOptimizer`, Adam uses its square
-    root. `settled` is True if the noise scale was measured by a run of at least 100 steps rather than a shorter one.
-    `divided` is True if a step has several ranks or micro-steps, whose gradients `TulaOptimizer` can compare.
+    `by_noise_scale` is the gain, or None if the noise scale is unknown; as in `TulaOptimizer`, the square root of the
+    gain is used for Adam. `settled` is True if the noise scale was measured in a run of at least 100 steps. `divided`
+    is True if a step has several ranks or micro-steps, whose gradients `TulaOptimizer` can compare.
     """
 
     model: wire.ModelSpec
@@ -148,7 +148,7 @@ class LearningRate:
 
     @property
     def factor(self) -> float | None:
-        """Return the ratio of the learning rate to that of the base batch, or None if the noise scale is unknown."""
+        """Return the learning rate divided by the base batch's learning rate, or None if the noise scale is unknown."""
         if self.times <= 1.0 or not self.divided:
             return 1.0
         gain = self.by_noise_scale
@@ -156,7 +156,7 @@ class LearningRate:
 
     @property
     def advice(self) -> str:
-        """Return a sentence on how to scale the learning rate of the base batch; it is empty for the base batch."""
+        """Return a sentence on how to scale the base batch's learning rate, or an empty string for the base batch."""
         if self.times <= 1.0:
             return ""
         start = f"Multiply the learning rate of a batch of {self.base_batch_size} by"
@@ -187,10 +187,10 @@ class Outcome:
 
 
 def lost_regularisation(outcomes: Sequence[Outcome]) -> str | None:
-    """Return advice if a larger batch has the same training loss as a smaller one but a lower validation accuracy.
+    """Return advice if a larger batch reaches the same training loss as a smaller one but a lower validation accuracy.
 
-    Too few steps cannot be the cause of this difference, so a rule for the learning rate cannot remove it. The best of
-    the runs with the smallest batch is compared with each larger batch; the tolerances are 5 % of the loss and one
+    A lack of steps cannot be the cause of this difference, so a learning-rate rule cannot remove it. The best of the
+    runs with the smallest batch is compared with each larger batch; the tolerances are 5 % of the loss and one
     percentage point of accuracy. If there is no such difference, the result is None.
     """
     if not outcomes:

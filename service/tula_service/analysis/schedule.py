@@ -9,9 +9,9 @@
    costs a relaunch.
 4. The schedule is recommended if it improves the objective by at least `WORTH` over the constant batch.
 
-The idea of increasing the batch with the noise scale is from McCandlish et al. (2018, section 5). Merrill et al. (2025)
-measured on OLMo which batches training tolerates, and doubt that the noise scale predicts them, which is why the guard
-also applies.
+Increasing the batch with the noise scale was proposed by McCandlish et al. (2018, section 5). Merrill et al. (2025)
+measured on OLMo which batches training tolerates, and question whether the noise scale predicts them; therefore, the
+guard is applied as well.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RELAUNCH_S: Final = 120.0
 
 @dataclass(frozen=True)
 class Stage:
-    """The parts `first` to `end` (exclusive) of a training run at one configuration.
+    """The parts `first` to `end` (exclusive) of a training run, which use one configuration.
 
     `estimate` has the time, cost and energy of this stage; `noise_scale` is the smallest value from the beginning of
     the stage to the end of the run.
@@ -101,7 +101,7 @@ class Ramps:
         return min(ramps, key=lambda r: (self.goal.value(r.total).expected, len(r.stages)), default=None)
 
     def constant(self, estimate: Estimate) -> Ramp:
-        """Return the ramp with one stage, for comparison with other ramps, without applying the guard."""
+        """Return the ramp with a single stage, to which the guard is not applied, for comparison with other ramps."""
         return self._ramp([(estimate, 0, len(self.least))])
 
     def saved(self, ramp: Ramp, constant: Estimate) -> tuple[Interval, Interval]:
@@ -118,7 +118,7 @@ class Ramps:
         return _difference(before.time_s, after.time_s), _difference(before.cost_usd, after.cost_usd)
 
     def _choose(self, noise_scale: float) -> Estimate | None:
-        """Return the objective's choice among the batches that the guard allows at a noise scale, or None if none."""
+        """Return the objective's choice among the batches that the guard allows at a noise scale; None without any."""
         assert self.goal.guard is not None
         guard = replace(self.goal.guard, noise_scale=noise_scale)
         allowed = {
@@ -143,7 +143,7 @@ class Ramps:
         return Stage(first, end, self.least[first], _times(estimate, share))
 
     def _steps_factor(self, estimate: Estimate, noise_scale: float) -> float:
-        """Return the number of steps for the same quality at a noise scale, relative to the steps in the estimate.
+        """Return the number of steps for the same quality at a noise scale, as a ratio to the steps in the estimate.
 
         The ratio is 1 for objectives whose estimates have no factor on the number of steps.
         """
@@ -161,7 +161,7 @@ class Ramps:
 
 
 def _follows(before: Estimate, after: Estimate) -> bool:
-    """Return True if the stage `after` may follow `before`: it must differ, and its batch must not be smaller."""
+    """Return True if the stage `after` may follow `before`: the two must differ, and the batch must not decrease."""
     return before is not after and before.configuration.global_batch_size <= after.configuration.global_batch_size
 
 
@@ -207,7 +207,7 @@ def plan_schedule(
 ) -> str:
     """Return the JSON of a job's `wire.BatchSchedule`.
 
-    `beta2` is Adam's beta2 at the base batch; `curves` are those of the newest training runs, newest first.
+    `beta2` is Adam's beta2 at the base batch; `curves` are the noise curves of the newest training runs, newest first.
     """
     answer = analyse(data, objective)
     asked = answer.objective
@@ -225,7 +225,7 @@ def plan_schedule(
 
 
 def _schedule_fields(answer: Answer, chosen: Estimate, beta2: float, curves: Sequence[NoiseCurve]) -> dict[str, Any]:
-    """Return the fields of `wire.BatchSchedule` for a job whose recommendation is `chosen`."""
+    """Return the fields of `wire.BatchSchedule` for a job with the recommendation `chosen`."""
     facts: dict[str, Any] = {
         "constant": chosen.configuration,
         "spot": chosen.spot,
@@ -262,10 +262,10 @@ def _schedule_fields(answer: Answer, chosen: Estimate, beta2: float, curves: Seq
 
 
 def _candidates(answer: Answer, chosen: Estimate) -> list[Estimate]:
-    """Return the candidates for a stage, which have the recommended variant and market and are within all limits.
+    """Return the candidates for a stage: those with the recommended variant and market that are within all limits.
 
-    If the configurations of all stages are within the deadline and the budget, so is the schedule, except for its
-    relaunches.
+    If the configurations of all stages are within the deadline and the budget, the schedule without its relaunches is
+    also within them.
     """
     out = {exclusion.estimate.key for exclusion in answer.choice.excluded}
     return [
@@ -315,7 +315,7 @@ def _stages(answer: Answer, ramp: Ramp, beta2: float) -> list[wire.BatchStage]:
 
 
 def _not_measured(curves: Sequence[NoiseCurve]) -> str:
-    """Return a sentence that says which measurements of the noise scale are missing and how to obtain them."""
+    """Return a sentence that names the missing measurements of the noise scale, and explains how to obtain them."""
     seen = max((curve.covered for curve in curves), default=0.0)
     has = "No training run has measured its gradient noise scale, which determines when the batch can grow"
     if seen >= LEAST_COVERED:
@@ -335,7 +335,7 @@ def _not_measured(curves: Sequence[NoiseCurve]) -> str:
 
 
 def _keep(ramps: Ramps, ramp: Ramp | None, constant: Ramp) -> str:
-    """Return a sentence that says why the constant batch is better than a schedule."""
+    """Return a sentence that explains why the constant batch is better than a schedule."""
     least, most = ramps.least[0], ramps.least[-1]
     if ramp is None:
         return (
@@ -376,7 +376,7 @@ def _compared(ramp: Ramp, constant: Ramp, goal: Goal) -> str:
 
 
 def _saves(value: Interval, show: Callable[[float], str], loss: str) -> str:
-    """Return how much a schedule saves, with its interval; if the saving is negative, `loss` is the template."""
+    """Return the saving of a schedule and its interval as text; if the saving is negative, use the template `loss`."""
     if value.mean < 0.0:
         return f"{loss.format(show(-value.mean))} ({show(-value.high)} to {show(-value.low)})"
     return f"saves {show(value.mean)} ({show(value.low)} to {show(value.high)})"

@@ -1,4 +1,4 @@
-"""Reduces a long series of a run to a few points, which show its trend or its extremes."""
+"""Reduces a long series of values to a few points that show its trend or its extremes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TREND_POINTS = 150
 
 
 def trend(steps: IntArray, values: FloatArray, points: int = TREND_POINTS) -> tuple[IntArray, FloatArray] | None:
-    """Return the median of each of `points` intervals with equally many values, with the middle steps of the intervals.
+    """Return the medians of `points` intervals with equally many values, and the middle steps of these intervals.
 
     Medians are used because a running mean would follow a single slow step, and a mean of downsampled points would
     follow the extremes that downsampling keeps. The result is None if `points` is zero or an interval would have fewer

@@ -44,10 +44,10 @@ _WIDTH_BOUNDS = (0.5, 5.0)
 class EarlierEvidence:
     """The results of the project's earlier jobs that a job can use.
 
-    The scales of `lessons` come from all earlier jobs, but a network on a device is represented only by its newest job,
-    since repetitions provide no information about other networks. `pairs` come from training runs on the job's
-    hardware, including those of the job itself. `buckets` has the job's gradient buckets by instance type, for types on
-    which a run timed them.
+    The scales of `lessons` come from all earlier jobs, but each combination of network and device is represented only
+    by its newest job, since repetitions provide no information about other networks. `pairs` come from training runs on
+    the job's hardware, including the job's own runs. `buckets` has the job's gradient buckets by instance type, for
+    types on which a run timed the buckets.
     """
 
     lessons: Lessons = field(default_factory=Lessons)
@@ -75,8 +75,8 @@ class EarlierEvidence:
 def earlier_evidence(data: JobData, figures: Figures) -> EarlierEvidence:
     """Return the results of earlier jobs, grouped by network and hardware.
 
-    If an earlier job has other base options than this job, its results are corrected by the assumed effects of the
-    differing options, including their uncertainty.
+    If an earlier job has different base options from this job, its results are corrected by the assumed effects of the
+    differing options, including the uncertainty of these effects.
     """
     same: dict[str, list[StepTimePrior]] = {}
     related: dict[str, list[tuple[StepTimePrior, float | None]]] = {}
@@ -125,15 +125,15 @@ def build_priors(
 ) -> Priors:
     """Return the priors of a job's fit with the base options, one for each instance type.
 
-    `observed` has the runs of the job. Once there are any, a type starts from the generic prior unless earlier jobs ran
-    on its hardware, and results of other networks are used until three cluster sizes of the type have been measured. A
-    probe of a type's links replaces the prior of its collectives where the probe is more certain; this requires either
-    buckets that a run timed or `model.parameters`.
+    `observed` contains the job's runs. Once the job has runs, an instance type starts from the generic prior unless
+    earlier jobs ran on its hardware, and results of other networks are used only until three cluster sizes of the type
+    have been measured. A probe of a type's links replaces the prior of its collectives where the probe is more certain;
+    this requires either buckets timed in a run or `model.parameters`.
     """
     believed: dict[str, StepTimePrior] = {}
     base = spec.base_options
     probed = set()
-    # This is the size of an all-reduce that sends the same number of bytes over a link as a step.
+    # This is the size of an all-reduce that sends as many bytes over a link as a step does.
     reduced_bytes = figures.facts.parameter_bytes * figures.facts.volumes / 2.0
     counted = None if spec.model.parameters is None else Buckets.of(reduced_bytes)
     for cluster in spec.cluster:
@@ -168,9 +168,9 @@ def build_priors(
 
 
 def export_posteriors(model: StepTimeModel) -> dict[str, dict[str, Any]]:
-    """Return the posterior of each instance type from a job's runs with the base options, as JSON for later jobs.
+    """Return each instance type's posterior from the job's runs with the base options, as JSON for later jobs.
 
-    The parameters have the order of `perfmodel.step_time_form.AT`. `_as_prior` converts the JSON back.
+    The parameters are in the order of `perfmodel.step_time_form.AT`. `_as_prior` converts the JSON back.
     """
     learned = {
         variant.instance_type: posterior.without_prior()
@@ -190,8 +190,8 @@ def export_posteriors(model: StepTimeModel) -> dict[str, dict[str, Any]]:
 def _find_buckets(data: JobData) -> dict[str, Buckets]:
     """Return the timed buckets of each instance type, from the run with the fewest ranks and the base options.
 
-    The run with the fewest ranks is used because it waits least for other ranks. If there are several, the one with the
-    largest batch is used.
+    The run with the fewest ranks is used because its ranks wait least for one another. If there are several, the one
+    with the largest batch is used.
     """
     of_base = [run for run in data.summaries if run.configuration.options == data.spec.base_options]
     timed = [(run.configuration, run.timeline) for run in of_base if run.timeline is not None]
@@ -211,7 +211,7 @@ def _as_prior(learned: Mapping[str, Any]) -> StepTimePrior:
 
 
 def _same_network(one: wire.ModelSpec, other: wire.ModelSpec) -> bool:
-    """Return True if both have the same name and step, and the same parameter count and precision where specified."""
+    """Return True if both have the same name and step and, where specified, the same parameter count and precision."""
     if any(getattr(one, name) != getattr(other, name) for name in _STEP_DEFINING_FIELDS):
         return False
     pairs = ((one.parameters, other.parameters), (one.precision, other.precision))
