@@ -100,7 +100,7 @@ class Stepped:
 
 @functools.cache
 def _lightning_callback() -> Any:
-    """Return the callback class, or None if the script imports the agent, since such a script measures itself."""
+    """Return the callback class, or None if the script imports the agent, since it then does its own measuring."""
     if "tula_agent" in sys.modules:
         return None
     return importlib.import_module("tula_agent.callbacks.lightning").UneditedCallback

@@ -3,11 +3,11 @@
     reserved(capacity) >= allocated, since blocks are rounded, split, cached, and returned only when memory is short
 
 The simulation follows `c10/cuda/CUDACachingAllocator.cpp` for one stream and the default settings. Sizes are rounded up
-to 512 bytes. Requests up to 1 MiB come from segments of 2 MiB, requests below 10 MiB from segments of 20 MiB, and each
-larger request from a segment of its size, rounded up to 2 MiB. The smallest free block that is large enough serves a
-request (best fit); the block is split if the remainder is large enough. Adjacent free blocks are merged. If a new
-segment does not fit on the device, every entirely free segment is returned to the device, and the request is tried once
-more.
+to 512 bytes. Requests of up to 1 MiB are served from segments of 2 MiB, requests below 10 MiB from segments of 20 MiB,
+and each larger request from its own segment, whose size is rounded up to a multiple of 2 MiB. The smallest free block
+that is large enough serves a request (best fit); the block is split if the remainder is large enough. Adjacent free
+blocks are merged. If a new segment does not fit on the device, every entirely free segment is returned to the device,
+and the request is retried once.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ _SEGMENT_ROUNDING = 2 * _MIB
 def segments_grow() -> bool:
     """Return True if this process's environment enables expandable segments in PyTorch's allocator.
 
-    If several of ALLOCATOR_VARIABLES are set, PyTorch reads the first.
+    PyTorch reads only the first of ALLOCATOR_VARIABLES that is set.
 
-    Expandable segments do not fragment, so the simulation does not apply to them. With them, the allocator on an H100
-    reserved at most 2 % more memory than was allocated.
+    Expandable segments do not fragment, so the simulation does not apply to them. In tests on an H100, the allocator
+    reserved at most 2 % more memory than was allocated with such segments.
     """
     settings = (os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ)
     return GROWING_SEGMENTS in next(settings, "").replace(" ", "")
 
 
 class Allocation(NamedTuple):
-    """Event in a trace: `size` bytes are allocated under `key`, or the memory of `key` is freed if `size` is None."""
+    """Event in a trace: allocates `size` bytes under `key` or, if `size` is None, frees the memory of `key`."""
 
     key: int
     size: int | None
 
 
 class OutOfMemory(Exception):
-    """Raised if a request does not fit, even after every free segment was returned to the device."""
+    """Raised if a request does not fit even after every free segment has been returned to the device."""
 
 
 class _Block:
@@ -67,9 +67,9 @@ class _Block:
 
 
 class CachingAllocator:
-    """Simulated allocator of one process, for which `capacity_bytes` are available on the device.
+    """Simulates the allocator of one process that may use `capacity_bytes` of device memory.
 
-    `reserved`: the number of bytes that are reserved now. `most_reserved`: the peak of `reserved`. `retries`: the
+    `reserved`: the number of bytes that are currently reserved. `most_reserved`: the peak of `reserved`. `retries`: the
     number of requests for which free segments had to be returned.
     """
 
@@ -195,7 +195,7 @@ class AllocationModel:
         ]
 
     def fits(self, local_batch_size: int, capacity_bytes: float) -> bool:
-        """Return True if no step runs out of memory on a device with `capacity_bytes` left."""
+        """Return True if no step runs out of memory on a device with `capacity_bytes` of free memory."""
         try:
             CachingAllocator(capacity_bytes).replay(self.events(local_batch_size))
         except OutOfMemory:

@@ -75,7 +75,7 @@ class BatchSizes:
 
 
 def stated_batch_size(loader: Any) -> int | None:
-    """Return the `batch_size` of a loader or else of its batch sampler, or None."""
+    """Return the `batch_size` of a loader or else of its batch sampler; None if neither has one."""
     for holder in (loader, getattr(loader, "batch_sampler", None)):
         if type(size := getattr(holder, "batch_size", None)) is int and size > 0:
             return int(size)
@@ -187,5 +187,5 @@ def _first_of_sequence(value: Any, size: int, count: int) -> Any:
             raise
         return value[:count]
     if len(value) == size:
-        raise TypeError(f"the {size} tensors of a {type(value).__name__} may be examples or parts of all examples")
+        raise TypeError(f"it is unclear which part of a {type(value).__name__} of {size} tensors is one example")
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

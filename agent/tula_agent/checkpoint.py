@@ -205,7 +205,7 @@ def _weights(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def _describe(optimizer: Any) -> str | None:
-    """Return the facts that must match when the optimizer's state is read; None without an optimizer.
+    """Return the facts about the optimizer that must match those in a checkpoint; None if there is no optimizer.
 
     Torch would silently skip all state that has no matching place, including learning rates.
     """
@@ -223,7 +223,7 @@ def _describe(optimizer: Any) -> str | None:
 def _refuse_other_weights(state: dict[str, Any], folder: Path) -> None:
     """Raise ValueError if the checkpoint lacks weights, or has weights that the model does not have.
 
-    Torch would ignore both cases, but detects different shapes itself, before it changes anything.
+    Torch would ignore both cases. It detects differing shapes itself, before it changes any tensor.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -358,7 +358,7 @@ class _Ranks:
 
 
 def _new_folder(root: Path, facts: dict[str, Any]) -> str:
-    """Create the newest folder below `root` for a checkpoint of step `facts["step"]`, and return its name.
+    """Create a folder below `root` for a new checkpoint of step `facts["step"]`, and return its name.
 
     If a crash left an unfinished folder with that name, the folder is reused.
     """

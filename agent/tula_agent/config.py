@@ -33,9 +33,7 @@ UNKNOWN_RUN = "unknown-run"
 
 @dataclass(frozen=True)
 class WantedJob:
-    """Name or id of a job, with the number of examples per epoch and of epochs in case the job must be registered
-    first.
-    """
+    """Name or id of a job, and the numbers of examples per epoch and of epochs with which to register a new job."""
 
     name: str
     dataset_size: int | None = None
@@ -48,7 +46,7 @@ class ProfilePlan:
     never).
 
     smaller_batches: local batch sizes that the same launch measures first, in ascending order, each with its run.
-    probe_s: how many seconds the ranks spend timing all-reduces after the first warm-up (0: none).
+    probe_s: the number of seconds that the ranks spend timing all-reduces after the first warm-up (0: none).
     """
 
     warmup_steps: int
@@ -152,7 +150,7 @@ def is_id(value: object) -> bool:
 
 
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if a launcher started this process as a rank; SLURM_NTASKS shows only the size of an allocation."""
+    """Return True if a launcher started this process as a rank; SLURM_NTASKS only gives the size of an allocation."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return True
     sizes = (

@@ -1,4 +1,4 @@
-"""Tracks which of a launch's local batch sizes is being measured, and which run receives its samples."""
+"""Tracks the local batch size that a launch is measuring, and the run that receives the samples."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ class Launch:
         return batch if size <= self.cut_to else first_examples(batch, size, self.cut_to)
 
     def end_batch(self, step: int) -> None:
-        """End the measurement of the current batch size with `step`, its last step, and begin the next batch size."""
+        """End the measurement of the current batch size after its last step, `step`, and begin with the next batch
+        size.
+        """
         if self.cut_to is not None:
             self.measured.append((self.cut_to, self.run_id))
         self.use(self._due[1:])

@@ -4,7 +4,7 @@ When a rank runs out of memory, the other ranks wait in a collective until the b
 rank that detects the error publishes a notice in the ranks' key-value store and reports the error to the service. A
 thread on every rank checks the store once a second, and ends its process if the process is still running EXIT_WITHIN_S
 after the notice. The rank that detected the error may host the store, so it keeps the store open until the other ranks
-have acknowledged the notice, or for the time of two checks.
+have acknowledged the notice, or until two checks would have run.
 
 A rank detects an exception that ends the process, an exception that the script reports with `run.report_out_of_memory`,
 and a CUDA error that the script catches without reporting it. The allocator counts errors of the last kind, but also
@@ -200,8 +200,8 @@ class OomWatch:
         return batches >= _SETTLED_AFTER and now - self._moved_at >= waits_s
 
     def _others_agree(self, channel: Any, stands_still: bool) -> bool:
-        """Return True if this rank counted an error and another rank is stuck too; if this rank is stuck, tell other
-        ranks.
+        """Return True if this rank counted an error and another rank is stuck too; if this rank is stuck, notify the
+        others.
         """
         if not stands_still:
             return False

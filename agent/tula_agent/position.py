@@ -64,7 +64,7 @@ class Position:
 def _captured(loader: Any) -> dict[str, Any]:
     """Return the captured random state, or an empty dictionary if a generator cannot be read.
 
-    Only writing a checkpoint may fail for that reason.
+    An unreadable generator may only prevent the writing of a checkpoint, not training.
     """
     try:
         return capture_randomness(loader)
@@ -82,7 +82,7 @@ def _share(batches: int, loader: Iterable[Any]) -> float:
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
-    """Return the distinct generators of the loader and its samplers, which often share the loader's."""
+    """Return the distinct generators of the loader and its samplers, which often share the loader's generator."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     generators = [getattr(holder, "generator", None) for holder in holders]

@@ -25,9 +25,9 @@ class StopAgreement:
     """Ends profiling on all ranks together: the first rank decides, and the others read its decision at fixed steps.
 
     Call `join` once, after steps that synchronise gradients, since all ranks that have an agent then reach the call at
-    the same time. If a rank has no agent, the others wait PEERS_WITHIN_S once. After that, ranks wait only for the
-    first rank's decision, and only when training waits for the first rank anyway. Without a rendezvous, the ranks never
-    agree.
+    the same time. If a rank has no agent, the others wait once, for PEERS_WITHIN_S seconds. After that, ranks wait only
+    for the first rank's decision, and only when training waits for the first rank anyway. Without a rendezvous, the
+    ranks never agree.
 
     joined: True once it is known whether all ranks take part. agreed: True if all ranks take part; only then may a loop
     end early.
@@ -87,9 +87,9 @@ class StopAgreement:
 class Profiling:
     """Decides whether this run profiles, and when it has measured enough.
 
-    `plan` is None in a training run. The plan comes only from the environment: if the service could turn a training run
-    into a profiling run, it could end training. `stop_soon` is called on the shipping thread and takes effect at the
-    next step at which all ranks can stop. launch: the batch sizes to measure, each after a separate warm-up.
+    `plan` is None in a training run. The plan comes only from the environment, because a service that could turn a
+    training run into a profiling run could end training. `stop_soon` is called on the shipping thread and takes effect
+    at the next step at which all ranks can stop. launch: the batch sizes to measure, each after a separate warm-up.
     """
 
     def __init__(self, plan: ProfilePlan | None, launch: Launch, guard: Guard) -> None:

@@ -62,7 +62,7 @@ class Channel:
         self._store.set(self._prefix + key, json.dumps(value))
 
     def has(self, *keys: str) -> bool:
-        """Return True if all of `keys` have been published; never wait."""
+        """Return True if all of `keys` have been published, without waiting for them."""
         return bool(self._store.check([self._prefix + key for key in keys]))
 
     def wait(self, key: str, within_s: float) -> Any:
@@ -181,9 +181,7 @@ def current_group() -> Any:
 
 
 def with_group_place(config: AgentConfig) -> AgentConfig:
-    """Return `config` with the rank and world size of the process group, if any; `mp.spawn` does not set these
-    variables.
-    """
+    """Return `config` with the rank and world size of the process group, if any, since `mp.spawn` sets no variables."""
     if current_group() is None:
         return config
     return replace(config, rank=dist.get_rank(), world_size=dist.get_world_size())

@@ -67,7 +67,7 @@ class HostCopy:
 
 
 def to_number(value: Any) -> float | HostCopy:
-    """Return `value` as a float if that requires no waiting, or else as a `HostCopy`.
+    """Return `value` as a float if this does not require waiting for a device, or else as a `HostCopy`.
 
     Raises TypeError or ValueError if `value` is not a single number.
     """
@@ -99,9 +99,9 @@ class Interval:
     def poll(self) -> tuple[float, float | None, float | None] | None:
         """Return the times of the step in seconds, or None if the device has not completed the step yet; never wait.
 
-        The three times are that of the whole step; the wait for data, which is zero if the device had other work; and
-        the time from the optimizer's call to the end of the step. Each of the last two is None if its event was not
-        recorded.
+        The three times are the duration of the whole step; the wait for data, which is zero if the device had other
+        work; and the time from the optimizer's call to the end of the step. Each of the last two is None if its event
+        was not recorded.
         """
         if self.end is None or not self.end.query():
             return None

@@ -715,7 +715,7 @@ class Recorder:
             self.memory.reset_peak()
 
     def _follow_first_rank(self) -> None:
-        """Cut batches like the first rank, or not at all, once the ranks have agreed."""
+        """Once the ranks have agreed, cut batches as the first rank does, or stop cutting them."""
         smaller = self.plan.smaller_batches if self.plan is not None else ()
         if self.launch.differs(smaller):
             if self.leads and self.launch.cut_to is not None and self._batch_size is not None:
@@ -779,7 +779,7 @@ class Recorder:
                     self.readings.host["operations"] = operations
 
     def _read_host(self) -> None:
-        """Read the facts about the host once, for the verdict; timing an operation takes about 10 ms. Never raises."""
+        """Read the facts about the host once, which takes about 10 ms, since an operation is timed. Never raises."""
         host = self.readings.host
         if not self.leads or "cores" in host:
             return
@@ -834,7 +834,7 @@ class Recorder:
     # The shipping thread calls these methods, mostly for a run that the agent itself creates.
 
     def _collect(self, last: bool) -> list[SpooledRequest]:
-        """Return the requests that are due; return none before the run is known or if there will be no run."""
+        """Return the requests that are due, or none if the run is not known yet or will never exist."""
         if self.joining is not None and not self.joining.ready(last):
             return []
         with beside_captures():
@@ -842,7 +842,7 @@ class Recorder:
         return due if self.joining is None or self.joining.run_id is not None else []
 
     def seen_configuration(self) -> tuple[int, int] | None:
-        """Return the local batch size and the accumulation, or None before the first step or the script has ended."""
+        """Return the local batch size and the accumulation, or None until the first step or the script has ended."""
         if self._batch_size is None or (self.timer.step == 0 and not self.finished):
             return None
         return self._batch_size, self.timer.grad_accum_steps

@@ -277,7 +277,7 @@ class Run:
         return batch if self.recorder is None else self.recorder.cut(batch, None)
 
     def batch_arrived(self, batch: Any, loader: Any = None, micro_steps: int = 1) -> None:
-        """Record that the framework starts to process a batch, or `micro_steps` batches before it reports again."""
+        """Record that the framework is about to process a batch, or `micro_steps` batches before its next report."""
         if self.recorder is not None and not self.recorder.finished:
             with self.guard("timing"):
                 self.recorder.batch_ready(batch, loader, micro_steps)
@@ -301,15 +301,15 @@ class Run:
         The agent then also measures memory by component, the gradient norm, and separate compute and communication
         times. Call this method when all objects have been built and DDP has wrapped the model. Only a `TulaOptimizer`
         that is passed as `optimizer` reports the gradient noise scale (docs/embed.md explains why). A GradScaler need
-        not be passed: it unscales the gradients before an optimizer's step hooks run, and if it skips a step, the agent
-        detects the end of the step by counting micro-steps.
+        not be passed, because it unscales the gradients before an optimizer's step hooks run; if it skips a step, the
+        agent detects the end of the step by counting micro-steps.
         """
         if self.recorder is not None:
             with self.guard("watching the model"):
                 self.recorder.watch(_many(model), _many(optimizer))
 
     def largest_local_batch_size(self) -> int | None:
-        """Return the largest batch size per rank that is predicted to fit into this rank's memory; no batch is tried.
+        """Return the largest batch size that is predicted to fit into this rank's memory, without trying any batch.
 
         Returns None if there is no run, and until the memory of a watched model has been read (after the fifth step). A
         prediction from a single batch size tends to be too small; see `tula_wire.memory`.

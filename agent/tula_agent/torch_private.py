@@ -28,7 +28,7 @@ _EXACT = ("none", "ieee")  # values of `fp32_precision`
 
 
 def default_store() -> Any | None:
-    """Return the key-value store of the default process group, or None; there is no public function for it.
+    """Return the key-value store of the default process group, or None; no public function returns it.
 
     Ranks use this store to exchange the address of the agent's own store; otherwise they would need a fixed port.
     """
@@ -103,7 +103,7 @@ def ddp_models(models: Iterable[torch.nn.Module]) -> list[Any]:
 
 
 def has_ddp_statistics(model: Any) -> bool:
-    """Return True if DDP times its own reductions (`_get_ddp_logging_data`); no public name provides those times."""
+    """Return True if DDP times its own reductions (`_get_ddp_logging_data`); no public function returns these times."""
     return hasattr(model, "_get_ddp_logging_data")
 
 
@@ -202,7 +202,7 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 
 def add_squares(sums: list[torch.Tensor | None], places: Sequence[int], values: list[torch.Tensor]) -> None:
-    """Add the square of each value to the sum at its place (None means 0) with two kernels; overwrite the values."""
+    """Add the square of each value to the sum at its index (None means 0) with two kernels; overwrite the values."""
     if not values:
         return
     torch._foreach_mul_(values, values)
@@ -297,7 +297,7 @@ def autocast_dtype() -> torch.dtype | None:
 
 @contextmanager
 def tensors_without_data() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """Create tensors with shapes but without data inside the context; yield a function that converts real tensors.
+    """Inside the context, create tensors that have shapes but no data; yield a function that converts real tensors.
 
     FakeTensorMode keeps the device of each tensor, unlike meta tensors (the fallback), but its module is private.
     """
@@ -384,7 +384,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [*self.events(), *again]
 
     def allocate(self, num_bytes: int) -> int:
-        """Record an allocation that no operation makes; return the key for its release."""
+        """Record an allocation that is not made by an operation; return the key for its release."""
         key = self._allocate(num_bytes)
         self._uncounted.add(key)
         return key

@@ -48,7 +48,7 @@ _FOLLOW_AFTER = 32
 
 
 class UneditedLoop:
-    """Drives a `Run` like `Run.steps`, but by observing the script's batch requests, backward passes and optimizer
+    """Drives a `Run` as `Run.steps` does, but by observing the script's batch requests, backward passes and optimizer
     steps.
 
     The loop begins at the first optimizer step after the process group is created. It observes only the main thread,

@@ -91,7 +91,7 @@ class TulaCallback(Callback):
         self._pause.enter_context(self.run.paused())
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
-        """Exclude the time that Lightning takes to write the checkpoint after this hook, the last hook of a batch."""
+        """Exclude the time that Lightning takes to write the checkpoint after this hook, the last one of a batch."""
         self.on_validation_start(trainer, pl_module)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002

@@ -23,7 +23,7 @@ __all__ = ["TulaTrainerCallback"]
 
 
 class TulaTrainerCallback(TrainerCallback):
-    """Callback that measures `train`, and stops `train` once a profiling run has enough samples.
+    """Callback that measures `train` and stops it once a profiling run has enough samples.
 
     The trainer loads all micro-batches of a step before it calls a callback, so the input time covers the whole step.
     `run` is the agent's run; it does nothing before training.
@@ -82,7 +82,7 @@ class TulaTrainerCallback(TrainerCallback):
 
 
 def _watch_around(run: Run, model: Any) -> None:
-    """Watch the DDP module around `model`; callbacks do not receive this module, so the first forward pass finds it."""
+    """Watch the DDP module that wraps `model`, found in the first forward pass, since callbacks do not receive it."""
 
     def found(*_: Any) -> None:
         hook.remove()

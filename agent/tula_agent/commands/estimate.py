@@ -43,8 +43,8 @@ def estimate(
 ) -> None:
     """Compute a model's parameters, FLOPs and memory without a device, and print the values for its job.toml.
 
-    FACTORY takes a number of examples. It returns the model, the model's arguments for that many examples (a tensor, a
-    tuple or a mapping) and, if the optimizer's state should be included, the optimizer.
+    FACTORY is a function that is called with a number of examples. It must return the model, the model's arguments for
+    that many examples (a tensor, a tuple or a mapping) and, to include the optimizer's state, the optimizer.
     """
     sizes = _capacities(device)
     before = None if write is None else _read(write)
@@ -158,7 +158,7 @@ def _capacities(device: str | None) -> tuple[int, ...]:
 
 
 def _name(optimizer: torch.optim.Optimizer | None) -> str:
-    """Return the optimizer's name in job specifications, or their default if there is no optimizer."""
+    """Return the name that job specifications use for the optimizer, or the default name if there is no optimizer."""
     kind = type(optimizer).__name__
     if optimizer is None or (kind == "SGD" and optimizer.defaults["momentum"]):
         return "momentum"

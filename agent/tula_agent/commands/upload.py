@@ -31,8 +31,8 @@ class Uploaded:
 
 
 def upload_spool(directory: Path, transport: Transport) -> Uploaded:
-    """Send every request in `directory` in the order of writing; delete a file once the service has accepted all its
-    requests.
+    """Send the requests in `directory` in the order in which they were written; delete a file once the service has
+    accepted all its requests.
 
     A file with a refused request is kept, since another service or token may accept it. The upload stops at the first
     request that cannot be delivered.

@@ -41,7 +41,7 @@ def time_all_reduces(device: torch.device, total_s: float) -> dict[str, Any]:
         dist.all_gather_object(nodes, node, group=every)
         ranks = Counter(nodes)
         if len(set(ranks.values())) > 1:
-            raise ValueError(f"nodes have {sorted(ranks.values())} ranks: launch the same number on each node")
+            raise ValueError(f"the nodes have {sorted(ranks.values())} ranks: start equally many on each")
         per_node = ranks[nodes[0]]
         apart = len(ranks) > 1 and per_node > 1
         budget_s = total_s / 2.0 if apart else total_s
@@ -67,9 +67,7 @@ def time_all_reduces(device: torch.device, total_s: float) -> dict[str, Any]:
 
 
 def _own_launch_time_s(device: torch.device) -> float:
-    """Return the launch time in seconds, or NaN if measuring fails, since other ranks would wait for a rank that
-    raises.
-    """
+    """Return the launch time in seconds, or NaN if measuring fails, since an exception would make other ranks wait."""
     try:
         return launch_time_s(device)
     except Exception:
@@ -80,12 +78,12 @@ def _backend(group: Any, device: torch.device) -> str:
     """Return the backend that reduces tensors of `device`, from a configuration such as `cpu:gloo,cuda:nccl`."""
     backend = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(","))[device.type]
     if backend not in _LARGEST_BYTES:
-        raise ValueError(f"the backend {backend} cannot be probed, only {' and '.join(_LARGEST_BYTES)}")
+        raise ValueError(f"the backend {backend} cannot be probed: use {' or '.join(_LARGEST_BYTES)}")
     return backend
 
 
 def _readings(group: Any, device: torch.device, budget_s: float) -> list[dict[str, float]]:
-    """Return times for increasing sizes until the next size would exceed `budget_s`; the ranks decide this together."""
+    """Return times for increasing sizes until the next would exceed `budget_s`, which the ranks decide together."""
     readings: list[dict[str, float]] = []
     size, end = _SMALLEST_BYTES, time.monotonic() + budget_s
     largest = _LARGEST_BYTES[_backend(group, device)]

@@ -86,7 +86,7 @@ class CommSplit:
         return CommTiming(timing.step, timing.step_time_s, timing.input_time_s, *published[1:])
 
     def _read(self, step: int) -> tuple[int, float, float] | None:
-        """Return a step and its total and exposed communication time in seconds, or None without new statistics."""
+        """Return a step and its total and exposed communication time in seconds; None if no statistics are new."""
         models = [model() for model in self._models]
         data = [ddp_statistics(model) for model in models if model is not None]
         iterations = [int(statistics.get("iteration", 0)) for statistics in data]
@@ -141,7 +141,7 @@ class BucketTimer:
     def end(self) -> dict[str, list[float]] | None:
         """End a step.
 
-        Return None until the timeline is complete, and then the timeline, which is empty if it cannot be measured.
+        Return the timeline once it is complete, and None before; the timeline is empty if it cannot be measured.
         """
         self._steps += 1
         if self._hooks:

@@ -44,7 +44,8 @@ class EnergyMeter:
     def joules_per_step(self, local_batch_size: int | None, device: torch.device | None) -> float | None:
         """Return the mean energy per step since `begin` in joules.
 
-        Returns None if there is no counter, within the first second, and if the batch size has changed since `begin`.
+        Returns None if there is no counter, if less than a second has passed, or if the batch size has changed since
+        `begin`.
         """
         if self._begin is None or not self._steps:
             return None

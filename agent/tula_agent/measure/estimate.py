@@ -52,7 +52,7 @@ class MemoryEstimate:
     the largest number of elements per example in a convolution's input or output; None if there is no convolution.
     `transposed_elements_per_sample` counts the elements per example that the convolutions of both passes read or write
     in channels-first memory. `precision` is the autocast dtype if autocast was on, or else the dtype of most
-    parameters, in the terms of a job specification.
+    parameters, named as in a job specification.
     """
 
     parameters: int
@@ -79,15 +79,15 @@ class MemoryEstimate:
     def largest_local_batch_size(self, capacity_bytes: float) -> int:
         """Return the largest batch size at which ten steps are expected to fit; 0 if not even one example fits.
 
-        The result comes from a simulation of PyTorch's caching allocator, which reserves more device memory than is
-        allocated, within the memory that the CUDA context leaves free. Only the allocated bytes are used if the
-        environment enables expandable segments, as `tula tune` and `tula run` do, or if the order of allocations
-        depends on the batch size.
+        The result comes from a simulation of PyTorch's caching allocator (which reserves more memory than is allocated)
+        within the device memory that the CUDA context leaves free. Only the allocated bytes are used if the environment
+        enables expandable segments, as `tula tune` and `tula run` do, or if the order of allocations depends on the
+        batch size.
         """
         return self._largest_within(room_bytes(capacity_bytes))
 
     def safe_local_batch_size(self, capacity_bytes: float) -> int:
-        """Return a batch size that leaves memory for kernels' work space, which is not estimated; 0 if none does."""
+        """Return a batch size that leaves memory for kernels' work space (which is not estimated), or 0."""
         return self._largest_within(SURE * room_bytes(capacity_bytes))
 
     def reserved_ratio(self, capacity_bytes: float) -> float:
@@ -171,7 +171,7 @@ def estimate_memory(
 
 
 def _allocation_model(first_batch: int, once: _DryRun, twice: _DryRun) -> AllocationModel | None:
-    """Return how allocations grow with the batch size, or None if the two runs make different allocations."""
+    """Return a model of the allocations at any batch size, or None if the two runs make different allocations."""
     try:
         return AllocationModel(first_batch, 2 * first_batch, once.allocations, twice.allocations)
     except ValueError:
@@ -191,8 +191,7 @@ def _find_precision(model: torch.nn.Module) -> str:
 
 
 def state_ratios(optimizer: torch.optim.Optimizer | None) -> list[float]:
-    """Return the size of each of the optimizer's state tensors in bytes per byte of a parameter; empty without
-    optimizer.
+    """Return the size of each of the optimizer's state tensors relative to its parameter; empty without an optimizer.
 
     The sizes are measured on a new optimizer of the same class after one step on a small parameter.
     """

@@ -1,4 +1,4 @@
-"""Counts the operations of a step, and measures how fast the host launches them, which limits small batches."""
+"""Counts the operations of a step, and measures the host's launch rate, which limits the speed at small batches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def launch_time_s(device: torch.device) -> float:
 def node_time_s(device: torch.device) -> float:
     """Return the launch time in seconds per node of the autograd graph, for the forward and backward pass together.
 
-    `OperationCounter` counts the same nodes. The measurement takes as long as `launch_time_s`.
+    `OperationCounter` counts the same nodes. The measurement takes as long as that of `launch_time_s`.
     """
     network = _TinyNetwork(device)
     with torch.enable_grad():

@@ -281,7 +281,7 @@ class MemoryMonitor:
         self._growing[local_batch_size] = max(0, growing)
 
     def largest_local_batch_size(self) -> int | None:
-        """Return the largest batch size that should fit, at least the largest that has fitted; None if it cannot be
+        """Return the largest batch size expected to fit, at least the largest used so far; None if it cannot be
         predicted.
         """
         answer = largest_local_batch_size(self._capacity, self._static, self._growing, self._reserved_ratio)

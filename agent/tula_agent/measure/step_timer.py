@@ -50,8 +50,8 @@ class StepTimer:
 
     @property
     def grad_accum_steps(self) -> int:
-        """Return the number of micro-steps per step: as configured (or 1), until two successive steps show another
-        number.
+        """Return the number of micro-steps per step, which is as configured (or 1) until two successive steps differ
+        from it.
         """
         return self._expected or 1
 
@@ -62,7 +62,7 @@ class StepTimer:
 
     @property
     def in_step(self) -> bool:
-        """Return True if a batch has arrived and the optimizer has not stepped yet, unless time is being left out."""
+        """Return True if a batch has arrived, the optimizer has not stepped yet, and time is being counted."""
         return bool(self._sizes) and not self._stepped and self._left_at is None
 
     def optimizer_stepped(self, timed: bool = False) -> None:

@@ -1,4 +1,6 @@
-"""Observes a script's actual settings, whatever its options are: precision, compilation, checkpointing, sharding."""
+"""Observes the settings that a script actually uses, regardless of its options: precision, compilation, checkpointing,
+sharding.
+"""
 
 from __future__ import annotations
 
@@ -123,5 +125,5 @@ def _workers(word: str, num_workers: int | None) -> str | None:
 
 
 def _inner(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside a DDP wrapper, or the model itself if it has none."""
+    """Return the module inside a DDP wrapper, or the model itself if it is not wrapped."""
     return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model

@@ -144,7 +144,8 @@ class AgsRule:
         self._mean_factor = float(torch.stack([m.to(means[0].device) for m in means]).mean()) if means else 1.0
 
     def _from_parts(self, reading: Reading, numbers: Numbers) -> Gradients:
-        """Return factors from the parts of all ranks; empty if there is one part or the parts cannot be compared.
+        """Return factors computed from all ranks' parts; empty if there is only one part or the parts cannot be
+        compared.
 
         |g_small|^2 is the mean over parts, so b_small is the size of a part, regardless of `small_batch_size`.
         """
@@ -196,7 +197,9 @@ class AgsRule:
         }
 
     def state(self) -> list[float]:
-        """Return the numbers for a checkpoint, such as the gate's last norm and whether new factors are due."""
+        """Return the numbers to store in a checkpoint, such as the gate's last norm and a flag that new factors are
+        due.
+        """
         self._receive()
         return [
             float(self._gate.previous),

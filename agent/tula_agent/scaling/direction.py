@@ -218,10 +218,10 @@ class Shape:
 
 
 def embeddings(parameters: Sequence[torch.Tensor]) -> list[bool]:
-    """Return, for each of `parameters`, whether it is an embedding table of a module in this process.
+    """Return a flag for each of `parameters`, True if it is an embedding table of a module in this process.
 
     An optimizer refers only to tensors, so the modules are found through the garbage collector, once, which takes tens
-    of milliseconds. The collector does not show objects that `gc.freeze` has hidden, so a warning is logged if a
+    of milliseconds. The collector does not list objects that `gc.freeze` has hidden, so a warning is logged if a
     parameter is hidden. The search does not run any code of the modules.
     """
     objects = gc.get_objects()
@@ -247,7 +247,7 @@ def matrix_shape(parameter: torch.Tensor) -> Shape | None:
 
 @lru_cache(maxsize=8)
 def affordable(shapes: tuple[Shape, ...], batch_size: float | None, *, host: bool) -> tuple[bool, ...]:
-    """Return, for each matrix, whether to turn it; the largest ones are left out to stay within MOST_OPERATIONS.
+    """Return a flag for each matrix, False for the largest, which are not turned if MOST_OPERATIONS would be exceeded.
 
     The forward and backward passes of a step count as 6 operations per weight, position and example of the global
     batch; if the batch size is unknown, all matrices are turned. On a GPU, each operation for turning counts
@@ -288,7 +288,7 @@ def sgd_update(
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A weight whose steps are turned, with its place among all parameters, its options and its shape."""
+    """A weight whose steps are turned, with its index among all parameters, its options and its shape."""
 
     index: int
     parameter: torch.Tensor
@@ -342,8 +342,8 @@ class Directions:
     def plan(self, batch_size: float | None) -> tuple[int, ...]:
         """Choose the matrices to turn at this global batch size; all ranks must call this within a step.
 
-        Returns the indices, among all parameters, of the matrices whose noise must be measured, including matrices that
-        are left out.
+        Returns the indices, among all parameters, of the matrices whose noise must be measured. They include matrices
+        whose steps are too expensive to turn.
         """
         matrices = self._matrices()
         self._choose(matrices, batch_size)
@@ -356,7 +356,7 @@ class Directions:
         return [matrix for matrix, use in zip(matrices, chosen, strict=True) if use]
 
     def turn(self, factor: float, noise: Mapping[int, float], batch_size: float | None) -> None:
-        """Turn the step that was just taken with `factor` times the learning rates. `noise`: V by index, if known."""
+        """Turn the step just taken, whose learning rates were multiplied by `factor`. `noise`: V by index, if known."""
         matrices = self._choose(self._matrices(), batch_size)
         if not matrices:
             return

@@ -32,7 +32,7 @@ def noise_moments(small_norm_sq: float, large_norm_sq: float, samples: float) ->
 
 
 def is_usable(small_norm_sq: float, large_norm_sq: float, samples: float) -> bool:
-    """Return False if a step's numbers cannot be used: norms are infinite or zero, or the batch has only one part."""
+    """Return False if a step's norms are infinite or zero, or its batch has only one part."""
     return samples > 1.0 and math.isfinite(small_norm_sq + large_norm_sq) and large_norm_sq > 0.0
 
 

@@ -244,7 +244,7 @@ class TulaOptimizer(torch.optim.Optimizer):
         return {**{name: value for name, value in measured.items() if not math.isnan(value)}, **base}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state; `tula` in the first group has all numbers that determine the next
+        """Return the wrapped optimizer's state; its first group's entry `tula` has all numbers that determine later
         factors.
 
         The entry `tula` is equal on all ranks. It is part of the group because torch.distributed.checkpoint, ZeRO and

@@ -1,4 +1,4 @@
-"""Defines the policies of `TulaOptimizer`, and which of their values are in force.
+"""Defines the policies of `TulaOptimizer`, and determines which of their values are in force.
 
 A value from the script takes precedence over a value that a user set on the service (`Served`), which takes precedence
 over the default.
@@ -204,7 +204,7 @@ class Numbers:
 
 
 def numbers_in_force(policy: Policy, small_batch_size: int | None, served: Served) -> Numbers:
-    """Return each value from the script, or else from the service, or else the default.
+    """Return the values in force: the script's or else the service's value, or else the default, for each.
 
     A bound from the service that contradicts a bound in the script is ignored, since users of the service do not see
     the script.

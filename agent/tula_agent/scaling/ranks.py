@@ -51,7 +51,7 @@ class Ranks:
         return self.size == 1 or dist.get_rank(self._group) == 0
 
     def portion(self, sizes: Sequence[int]) -> list[bool]:
-        """Return, for each tensor of these sizes, whether this rank reads it for a sum over ranks.
+        """Return a flag for each tensor of these sizes, True if this rank reads the tensor for a sum over ranks.
 
         All ranks have the same tensors. Exactly one rank reads each tensor, and all ranks read about the same amount,
         so with N ranks, reading takes 1/N of the time.
@@ -77,17 +77,18 @@ class Ranks:
         return [part.view(parcel.dtype) for part in received]
 
     def send(self, vector: torch.Tensor) -> AsyncReduction:
-        """Start summing `vector` over ranks and copying the sum to the host; on a GPU, nothing waits.
+        """Start summing `vector` over ranks and copying the sum to the host, without waiting on a GPU.
 
-        The reduction and then the copy to the host are queued on the stream. On a CPU this waits for the sum, because
-        gloo aborts a process that ends while a reduction is in flight, and there may be no later step to wait for it.
+        The reduction and then the copy to the host are queued on the stream. On a CPU, this method waits for the sum,
+        because gloo aborts a process that ends while a reduction is in flight, and there may be no later step that
+        could wait.
         """
         return to_host(self.sum_(vector))
 
 
 @lru_cache(maxsize=8)
 def owners(sizes: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """Return the rank that reads each tensor; in descending order of size, each goes to the least loaded rank."""
+    """Return the rank that reads each tensor; in descending order of size, assign each to the least loaded rank."""
     loads = [(0, rank) for rank in range(ranks)]
     rank_of = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):

@@ -1,4 +1,4 @@
-"""The rule of policy `gain`, which multiplies the learning rate by a noise gain that is measured in earlier steps.
+"""The rule of the `gain` policy, which multiplies the learning rate by a noise gain measured in earlier steps.
 
     r = (|G|^2 + c S/b) / (|G|^2 + c S/B),   c = 4,   in [1, B/b],   at most 1.1 times the previous step's r
 
@@ -263,10 +263,10 @@ class SpikeClip:
     |g| is computed from a fixed part of each large tensor, since it is compared only with earlier values of |g|.
 
     A gain above 1 makes a bad step worse. Without normalization layers, the norm can grow a hundredfold within three
-    steps, which no average of past steps can predict but a limit on the step itself prevents. All ranks have the same
-    bits after the all-reduce, so all compute the same factor, as with torch's `clip_grad_norm_`. `clipped`: the number
-    of clipped steps, as a tensor on the device; None before the first step that could be clipped. A gradient that
-    contains NaN or infinity, or only zeros, is not changed and is not included in the average.
+    steps. An average of past steps cannot predict this growth, but a limit on the step itself prevents it. All ranks
+    have the same bits after the all-reduce, so all compute the same factor, as with torch's `clip_grad_norm_`.
+    `clipped`: the number of clipped steps, as a tensor on the device; None before the first step that could be clipped.
+    A gradient that contains NaN or infinity, or only zeros, is not changed and is not included in the average.
     """
 
     def __init__(self, limit: float) -> None:

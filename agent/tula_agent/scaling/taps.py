@@ -43,7 +43,7 @@ STEPPED_PAST = (
 
 
 def squares(gradient: torch.Tensor, mode: Literal["tensor", "element"]) -> torch.Tensor:
-    """Return the sum of squares of a tensor (0-d), or the square of each element (the shape of `gradient`).
+    """Return the sum of squares of a tensor (0-d), or the square of each element (in the shape of `gradient`).
 
     The result is in float32, or in float64 for float64 gradients. For complex gradients, it contains squared
     magnitudes.
@@ -201,7 +201,7 @@ class GradientTap:
     def _hold(self, index: int, gradient: torch.Tensor) -> None:
         """Keep a gradient until the next sum.
 
-        Since the agent had a reference to the gradient, autograd copied it into `.grad`, so neither a further
+        Because the agent holds a reference to the gradient, autograd copies it into `.grad`, so neither a later
         micro-step nor DDP's averaging changes the gradient that is kept.
         """
         if index in self._held:  # from the previous micro-step
@@ -212,8 +212,8 @@ class GradientTap:
             self.sum_held()
 
     def _choose_calibrators(self) -> None:
-        """Choose small and large tensors, since the smallest are often biases before a normalization, with zero
-        gradient.
+        """Choose small and large tensors, since the smallest are often biases whose gradient is zero due to
+        normalization.
         """
         usable = [
             i for i, p in enumerate(self._parameters) if p.requires_grad and p.is_floating_point() and p.numel() > 0

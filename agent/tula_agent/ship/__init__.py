@@ -1,1 +1,1 @@
-"""Sends measurements to the service as columns from one background thread, with a spool on disk."""
+"""Sends measurements in columns to the service from a background thread, which spools them to disk if this fails."""

@@ -35,7 +35,7 @@ SAVING_SHARE = 0.1
 
 
 class Exporter:
-    """Sends requests from a bounded queue on a daemon thread, which starts on first use, with a spool on disk.
+    """Sends requests from a bounded queue and from a spool on disk; a daemon thread, started on first use, does this.
 
     The thread calls `collect` before each delivery to get the requests that are due, `on_reply` with each reply, and
     `poll` after each delivery, with True after the last one. While the service fails, the circuit is open: requests go
@@ -96,7 +96,7 @@ class Exporter:
                 self._to_disk(self._queue.popleft())
 
     def wake(self) -> None:
-        """Make the thread deliver requests now and not only at the next interval."""
+        """Make the thread deliver requests now instead of at the next interval."""
         self._wake.set()
 
     def flush(self, within_s: float) -> None:
@@ -133,7 +133,7 @@ class Exporter:
                 )
 
     def _save(self) -> None:
-        """Save unsent requests; runs on a separate thread, since a disk can hang like a network."""
+        """Save unsent requests; runs on a separate thread, since writing to a disk can hang."""
         self._put_due(False, final=True)
         self._spool_all()
 
@@ -169,7 +169,7 @@ class Exporter:
                 transport.close()
 
     def deliver(self, last: bool = False) -> None:
-        """Deliver the spool on disk and then the queue, once; if `last` is True, ignore pauses."""
+        """Deliver the requests on disk and then those in the queue, once; if `last` is True, ignore pauses."""
         if self._failures >= TRIES_BEFORE_OPEN:
             self._spool_all()
         if not last and self._clock() < self._not_before:

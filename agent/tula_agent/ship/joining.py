@@ -161,7 +161,8 @@ class Joining:
     def _make(self) -> str:
         """Create a run and return its id.
 
-        Raises _NoRun if the service refuses, and LookupError, TypeError or ValueError if the response is malformed.
+        Raises _NoRun if the service refuses the request, and LookupError, TypeError or ValueError if the response is
+        malformed.
         """
         config, seen = self._process.config, self._process.seen_configuration()
         assert seen is not None  # `ready` has checked it

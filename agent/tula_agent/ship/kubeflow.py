@@ -85,7 +85,7 @@ class TrainJobStatus:
 
 
 def trainer_status(progress: Progress, newest: Mapping[str, float], now: datetime) -> dict[str, Any]:
-    """Return a TrainJob's `trainerStatus` (trainer.kubeflow.org/v1alpha1), without unknown fields."""
+    """Return a TrainJob's `trainerStatus` (trainer.kubeflow.org/v1alpha1); omit fields whose values are unknown."""
     own = progress.model_dump(include={"spent_usd", "step_time_s"}, exclude_none=True)
     facts = {**own, **newest, **own}  # these come first, and the service's values take precedence
     metrics = [{"name": name, "value": f"{value:.6g}"} for name, value in facts.items() if math.isfinite(value)]

@@ -99,7 +99,7 @@ class Identity(NamedTuple):
 class RequestBuilder:
     """Takes measurements from `readings`, combines the measurements of each step, and returns requests.
 
-    identity, is_training: functions that are called each time, since a process may join another group or become a
+    identity, is_training: functions, because their results can change: a process may join another group or become a
     profiling run. device_use: a function that returns the device's current usage, which is sent as telemetry of the
     latest step. launch: the launch's batch sizes; samples are sent to the run of their batch size, and telemetry to the
     run of the whole batch. channel: a function that returns the connection to the other ranks, or None if there is
@@ -319,7 +319,7 @@ class RequestBuilder:
         return due
 
     def _note(self, row: SampleRow) -> None:
-        """Pass a training step to the log's verdict and to OpenTelemetry."""
+        """Pass a training step to the verdict log and to OpenTelemetry."""
         if row.warmup or not self._is_training() or self._identity().rank:
             return
         timing, split = row.timing, row.split

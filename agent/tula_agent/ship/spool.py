@@ -84,7 +84,7 @@ class Spool:
         return self.size == 0
 
     def append(self, request: SpooledRequest) -> bool:
-        """Add one request; return False if the request does not fit."""
+        """Add one request; return False if it would exceed the spool's size limit."""
         payload = request.to_record()
         record = _HEAD.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload
         if len(payload) > _MAX_RECORD or self.size + len(record) > self.limit_bytes:

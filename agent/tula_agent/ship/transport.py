@@ -94,8 +94,8 @@ class Transport:
         logging.getLogger("httpx").addFilter(self._is_of_the_script)  # httpx logs each request at level INFO
 
     def send(self, request: SpooledRequest) -> Reply:
-        """Send one request and return the reply. A failure of the service or the network is a reply, never an
-        exception.
+        """Send one request and return the reply. A failure of the service or the network is returned as a reply, never
+        raised.
         """
         headers = None if request.lease is None else {LEASE_HEADER: str(request.lease)}
         return self.exchange(request.method, request.path, request.body, headers)
@@ -112,8 +112,8 @@ class Transport:
     def _is_of_the_script(self, record: logging.LogRecord) -> bool:  # noqa: ARG002
         """Return True if a log record is for one of the script's own requests, which run on other threads.
 
-        URLs cannot tell the requests apart, since httpx logs a different spelling, and the script's URL may begin with
-        the service's URL.
+        URLs cannot distinguish these requests, since httpx may log a URL in a different spelling, and the script's URL
+        may begin with the service's URL.
         """
         return threading.get_ident() != self._exchanging_thread
 
@@ -157,8 +157,8 @@ class Transport:
         return Reply(verdict, status, parsed, None if asked_s is None else min(asked_s, MAX_RETRY_AFTER_S), detail)
 
     def _limit(self, event: str, info: dict[str, Any]) -> None:
-        """Limit reads and writes of a new connection's stream, which httpcore's trace extension passes, to the
-        deadline.
+        """Apply the deadline to reads and writes of a new connection's stream, which httpcore's trace extension
+        provides.
         """
         if not event.endswith(("connect_tcp.complete", "start_tls.complete")):
             return
