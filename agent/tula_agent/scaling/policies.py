@@ -204,7 +204,7 @@ class Numbers:
 
 
 def numbers_in_force(policy: Policy, small_batch_size: int | None, served: Served) -> Numbers:
-    """Return the values in force: the script's or else the service's value, or else the default, for each.
+    """Return the values in force, each of which is the script's, or else the service's, or else the default.
 
     A bound from the service that contradicts a bound in the script is ignored, since users of the service do not see
     the script.
