@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
@@ -30,7 +31,7 @@ def chromium() -> Iterator[Browser]:
     assert path is not None, "No Chromium: install the packages of tests/system-packages.sh."
     expect.set_options(timeout=20_000)  # a busy machine decides nothing
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        browser = playwright.chromium.launch(executable_path=path, args=[*FLAGS, "--process-per-site"])
         yield browser
         browser.close()
 
@@ -48,29 +49,56 @@ def seeded(server: Server) -> Seeded:
     return seed(server.url)
 
 
-@pytest.fixture
-def visit(chromium: Browser, server: Server) -> Iterator[Callable[..., Page]]:
-    """Opens a page of the service; whatever its console complains of fails the test."""
-    complaints: list[str] = []
-    opened = []
+@pytest.fixture(scope="module")
+def tab(chromium: Browser) -> Iterator[Page]:
+    """One page for all tests, since a new one, or a new profile, takes Chromium a second of CPU time."""
+    context = chromium.new_context()
+    yield context.new_page()
+    context.close()
 
-    def open_page(path: str, *, scheme: str = "light", width: int = 1280) -> Page:
-        context = chromium.new_context(color_scheme=scheme, viewport={"width": width, "height": 900})  # type: ignore[arg-type]
-        opened.append(context)
-        page = context.new_page()
+
+@pytest.fixture
+def complaints() -> list[str]:
+    """What the consoles of visited pages complained of; a test removes what it expects."""
+    return []
+
+
+@pytest.fixture
+def visit(tab: Page, server: Server, complaints: list[str]) -> Iterator[Callable[..., Page]]:
+    """Opens a page of the service, further ones beside it; whatever a console complains of fails the test."""
+    listeners: list[tuple[str, Callable[..., None]]] = []
+    opened: list[Page] = []
+
+    def open_page(
+        path: str, *, scheme: Literal["light", "dark"] = "light", width: int = 1280, url: str = server.url
+    ) -> Page:
+        page = tab.context.new_page() if opened else tab
+        opened.append(page)
+        page.set_viewport_size({"width": width, "height": 900})
+        page.emulate_media(color_scheme=scheme, reduced_motion="no-preference")
         page.set_default_timeout(20_000)
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
-        page.on(
-            "request",
-            lambda asked: None if asked.url.startswith((server.url, "data:")) else complaints.append(asked.url),
-        )
-        page.goto(server.url + path)
+        heard: dict[str, Callable[..., None]] = {
+            "pageerror": lambda error: complaints.append(str(error)),
+            "console": lambda said: complaints.append(said.text) if said.type == "error" else None,
+            "request": lambda asked: None if asked.url.startswith((url, "data:")) else complaints.append(asked.url),
+        }
+        for event, listener in heard.items():
+            page.on(event, listener)  # type: ignore[call-overload]
+        if page is tab:
+            listeners.extend(heard.items())
+        page.goto(url + path)
         return page
 
     yield open_page
-    for context in opened:
-        context.close()
+    for page in opened[1:]:
+        page.close()
+    if opened:
+        tab.evaluate("localStorage.clear()")
+        tab.unroute_all()
+        tab.goto("about:blank")
+    for event, listener in listeners:
+        tab.remove_listener(event, listener)
+    tab.context.clear_cookies()
     assert complaints == []
 
 
