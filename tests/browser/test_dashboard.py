@@ -291,13 +291,13 @@ def test_any_metric_of_a_run_is_smoothed_on_a_logarithmic_axis_and_compared_with
     assert "logarithmic=true" in page.url
     ended = {"accuracy": [0.5] * 10, "validation_accuracy": [0.25] * 5 + [None] * 5}
     seeded.telemetry(run_id, 1, range(10), {"lr": [0.1] * 10, "gpu_utilization": [0.5, 0.9] * 5} | ended)
+    hostile = "<img src=x onerror=\"document.title='run'\"></pre><script>document.title='run'</script>"
+    lines = [f"epoch {at} loss {3 * 0.97**at:.4f} " + "=" * 60 for at in range(200)]
+    seeded.patch(run_id, state="running", output="\n".join([*lines, hostile]))
     for name in ("lr", "gpu_utilization"):
         expect(page.locator(f"[data-chart$='/{name}']")).to_be_attached()
     readout = draw(page, "/accuracy").locator(".readout")
     expect(readout).to_have_text("Last step 9: accuracy 0.5, validation accuracy 0.25 (step 4)")
-    hostile = "<img src=x onerror=\"document.title='run'\"></pre><script>document.title='run'</script>"
-    lines = [f"epoch {at} loss {3 * 0.97**at:.4f} " + "=" * 60 for at in range(200)]
-    seeded.patch(run_id, state="running", output="\n".join([*lines, hostile]))
     output = page.get_by_role("region", name="Output of the first rank")
     expect(output).to_contain_text("epoch 199 loss")
     expect(output).to_contain_text("</pre><script>")
