@@ -334,7 +334,7 @@ def test_a_job_is_pasted_corrected_changed_and_archived_with_the_keyboard_alone(
     text.fill(wrong)
     page.get_by_role("button", name="Register").press("Enter")
     problem = page.get_by_role("alert")
-    expect(problem).to_contain_text("cluster.0.max_node: is not known")
+    expect(problem).to_contain_text("cluster.0.max_node: is not a known field")
     expect(text).to_have_value(wrong)
     check(page, "new-refused-dark-390")
     text.fill(wrong.replace("max_node", "max_nodes"))
