@@ -187,7 +187,7 @@ def finds_its_batch(first: int = BATCH, fits: int = 5) -> None:
     model, optimizer = classifier()
 
     def train(size: int) -> None:
-        for _ in range(PASSES):
+        for _ in range(PASSES // 5):
             for x, y in DataLoader(examples(64), size):
                 if len(x) > fits:
                     raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -205,8 +205,13 @@ def detection() -> None:
     """Tuples of images of several sizes and of dictionaries, as torchvision's recipe collates them."""
     model, optimizer = classifier()
     images = [(torch.randn(3, 4 + number % 2, 4), {"label": number % CLASSES}) for number in range(64)]
+
+    def columns(batch: list[Any]) -> tuple[Any, ...]:
+        return tuple(zip(*batch, strict=True))
+
     for _ in range(PASSES):
-        for shown, targets in DataLoader(images, BATCH, collate_fn=lambda batch: tuple(zip(*batch, strict=True))):  # type: ignore[arg-type]
+        loader: DataLoader[Any] = DataLoader(images, BATCH, collate_fn=columns)  # type: ignore[arg-type]
+        for shown, targets in loader:
             x = torch.stack([image.flatten()[:WIDTH] for image in shown])
             step(optimizer, cross_entropy(model(x), torch.tensor([target["label"] for target in targets])))
 
