@@ -218,7 +218,7 @@ _PARSERS: Final[dict[Any, Callable[[Answer], Any]]] = {
 class Calls(Unsent):
     """Declares the route, arguments and response of every API call; `_endpoint` builds the calls from them.
 
-    Arguments that are None or equal to their default are not sent, and neither are unset fields of a body.
+    Arguments that are None or equal to their default are omitted, as are unset fields of a body.
     """
 
     @_endpoint("POST", routes.JOBS, idempotent=True)
@@ -355,8 +355,8 @@ class Calls(Unsent):
     ) -> Call[wire.Predictions]:
         """Predict every combination of the given values (what-if analysis).
 
-        An omitted argument means all values that the job allows. `option` contains values such as `precision=bf16`;
-        options that it omits have their recommended values.
+        If an argument is omitted, all values that the job allows are used. `option` contains values such as
+        `precision=bf16`; omitted options have their recommended values.
         """
 
     @_endpoint("GET", routes.JOB_SCHEDULE)
@@ -381,7 +381,7 @@ class Calls(Unsent):
     ) -> Call[wire.ScalingThresholds]:
         """Set gradient-scaling values of a policy.
 
-        Runs read the values when they start and, with the policies `ags` and `static`, after each epoch.
+        Each run reads the values when it starts and, with the policies `ags` and `static`, after each epoch.
         """
 
     @_endpoint("GET", routes.JOB_LEDGER)

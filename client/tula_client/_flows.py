@@ -185,7 +185,7 @@ def _rows(models: Iterable[BaseModel]) -> list[Row]:
 
 
 def roles(candidate: Candidate, recommendation: Recommendation) -> dict[str, bool]:
-    """Return which roles a candidate has in the recommendation, such as the chosen candidate or the knee."""
+    """Return the roles of a candidate in the recommendation, such as the chosen candidate or the knee."""
 
     def is_same(other: Candidate | None) -> bool:
         return other is not None and (other.configuration, other.spot) == (candidate.configuration, candidate.spot)
@@ -199,7 +199,7 @@ def roles(candidate: Candidate, recommendation: Recommendation) -> dict[str, boo
 
 
 def _row(kind: type[BaseModel], model: BaseModel | None) -> Row:
-    """Return the columns that the fields of `kind` become, with the values of `model`; all are None without a model."""
+    """Return one or more columns for each field of `kind`, with the values of `model`, or None if `model` is None."""
     row: Row = {}
     for name, field in kind.model_fields.items():
         value = getattr(model, name, None)

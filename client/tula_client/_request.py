@@ -87,7 +87,7 @@ class Question(Protocol[T_co]):
     """A call or a flow."""
 
     def __iter__(self) -> Flow[T_co]:
-        """Return the question as a flow."""
+        """Return this call or flow as a flow."""
         ...
 
 
@@ -159,7 +159,7 @@ class Method(Generic[P, T]):
 
 
 def _signature(build: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of the method that sends the calls of `build`, as notebooks and `help` show it.
+    """Return the signature that notebooks and `help` show for the method that sends the calls of `build`.
 
     Its annotations are resolved to types rather than left as strings.
     """

@@ -33,7 +33,7 @@ Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/@+-]{1,200}$")]
 Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,199}$")]
 """An id that the service assigns; it can be used unchanged as a file name or a shell word, and is never `..`."""
 Message = Annotated[str, AfterValidator(printable), Field(max_length=2000)]
-"""A sentence, often from an exception; control characters are replaced, since rejecting the text would lose it."""
+"""A sentence, often from an exception; control characters are replaced so that the text need not be rejected."""
 Timestamp = AwareDatetime
 
 

@@ -28,7 +28,7 @@ class Project(WireModel):
 class ProjectList(WireModel):
     """The projects that the caller may see."""
 
-    projects: list[Project] = Field(description="The projects, by name.")
+    projects: list[Project] = Field(description="The projects, sorted by name.")
 
 
 class TokenCreate(WireModel):

@@ -10,10 +10,10 @@ MAX_NUMBER: Final = 2**53
 """The maximum step, sequence number and version, up to which a double represents every integer exactly."""
 MIN_FACTOR: Final = 1e-6
 MAX_FACTOR: Final = 1e3
-"""The bounds of gradient-scaling factors; a batch that is a million times larger needs a factor of sqrt(10**6)."""
+"""The bounds of gradient-scaling factors; a batch that is 10**6 times the base batch needs a factor of sqrt(10**6)."""
 MIN_DELTA: Final = 1e-12
 MAX_DELTA: Final = 1e12
-"""The bounds of the gradient variability (equation 5) from which a step counts as sensitive."""
+"""The bounds of the threshold of gradient variability (equation 5) at which a step counts as sensitive."""
 MAX_USD_PER_HOUR: Final = 1e6
 MAX_BYTES_PER_S: Final = 1e14
 """The maximum rate at which one rank can all-reduce bytes, ten times the memory bandwidth of any device."""
@@ -23,7 +23,7 @@ LAUNCH_TOKEN_S: Final = 2 * 86_400.0
 FURTHER_WARMUP_STEPS: Final = 3
 """The maximum number of warm-up steps that are discarded from a launch's second and later batches.
 
-Process, optimizer and links are already warm by then.
+The process, the optimizer and the links are already warm by then.
 
 The first step compiles for the new shape, the second captures a CUDA graph, and the third first replays it.
 """

@@ -32,7 +32,7 @@ class Device:
 
     @property
     def tflops(self) -> dict[str, float | None]:
-        """Return the peak at each precision in teraflop per second, or None where the precision is not supported."""
+        """Return the peak at each precision in teraflop per second, with None for each unsupported precision."""
         half = self.fp16 if self.tf32 is not None else None
         return {"fp32": self.fp32, "tf32": self.tf32, "bf16": half, "fp16": self.fp16}
 
@@ -82,7 +82,7 @@ def known_device(accelerator: str | None) -> str | None:
 
 
 def capacities_gib(accelerator: str, device: Device) -> tuple[int, ...]:
-    """Return the capacity that a name such as `A100-80GB` contains, or all capacities of `device` if it has none."""
+    """Return the capacity that a name such as `A100-80GB` contains, or else all capacities of `device`."""
     sizes = tuple(gib for gib in device.capacities_gib if re.search(rf"(?<!\d){gib} ?G", accelerator))
     return sizes or device.capacities_gib
 

@@ -67,7 +67,7 @@ def count(number: float) -> str:
 
 
 def multiple(ratio: float) -> str:
-    """Format a factor with two significant figures, or as a whole number from ten on: `0.5`, `2.6`, `16`, `120`."""
+    """Format a factor with two significant figures, or as a whole number if it is at least ten: `0.5`, `16`, `120`."""
     return f"{_figures(ratio, 2):f}" if abs(ratio) < 9.95 else f"{ratio:,.0f}"
 
 

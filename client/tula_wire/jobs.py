@@ -62,8 +62,8 @@ class Run(WireModel):
     instruction: Instruction | None = optional("Instructions for the agent; only for profiling runs.")
     message: str | None = optional("Why the run failed, in one sentence.")
     end_cause: EndCause | None = optional(
-        "Why the run ended, if not as its holder reported: its lease expired, another run continued it, it reported "
-        "success without a sample, or it reached its `time_limit_s`."
+        "The cause, if `state` does not show why the run ended: the lease expired, another run continued this run, the "
+        "run reported success without a sample, or it reached its `time_limit_s`."
     )
     configuration_mismatch: str | None = optional(
         "One sentence on how the configuration that the process used differs from `configuration`, if it does."
@@ -81,7 +81,7 @@ class Run(WireModel):
     step_time_s: float | None = optional("Seconds per optimizer step, as a robust mean over the measured steps.")
     predicted_step_time_s: float | None = optional("Seconds per optimizer step, as predicted before the run.")
     dropped: int = Field(0, description="Number of measurements that the agent had to drop.")
-    straggler_rank: int | None = optional("The rank for which the others wait; null if no rank stands out.")
+    straggler_rank: int | None = optional("The slowest rank, for which all others wait; null if no rank stands out.")
     time_limit_s: Seconds | None = optional(
         "Seconds after which `tula run` ends a training run, computed from the remaining deadline and budget; null "
         'unless the job has `limits.on_breach = "stop"`.'
@@ -96,14 +96,14 @@ class RunList(WireModel):
     """Runs of a job, newest first."""
 
     runs: list[Run] = Field(description="The runs, newest first.")
-    next_cursor: str | None = optional("Send it as `cursor` to get the next page; null on the last.")
+    next_cursor: str | None = optional("The `cursor` of the next page; null on the last page.")
 
 
 class Progress(WireModel):
     """The progress of a training run, including the examples and the cost of the runs that it continues."""
 
     done: float | None = optional("Share of the examples that were read, from 0 to 1; null before the first step.")
-    left_s: float | None = optional("Seconds that remain at the speed of the newest steps.")
+    left_s: float | None = optional("Estimated seconds remaining, at the speed of the newest steps.")
     spent_usd: float | None = optional("US dollars spent on nodes to date; null without prices.")
     step_time_s: float | None = optional("Seconds per optimizer step, as a robust mean over the newest steps.")
 
@@ -111,21 +111,23 @@ class Progress(WireModel):
 class ClaimRequest(WireModel):
     """A request to lease the next run of the plan for `lease_s` seconds."""
 
-    holder: Name = Field(description="Who leases the run, for example a host name and process id.")
+    holder: Name = Field(description="Name of the lease's holder, such as a host name and process id.")
     lease_s: LeaseSeconds = Field(120.0, description="Seconds until the lease expires, unless it is renewed.")
     max_nodes: Count | None = optional("Claim only runs that need at most this many nodes.")
-    whole_launch: bool = Field(False, description="Whether to claim also runs that differ only in the local batch.")
+    whole_launch: bool = Field(False, description="Whether to also claim runs that differ only in the local batch.")
 
 
 class RunClaimed(WireModel):
     """The leased run, or None with the reason, for example that all runs are done or leased by others."""
 
     run: Run | None = Field(
-        description="The leased run, which has the largest batch of its launch; null for the reason in `reason`."
+        description="The leased run, which has the largest batch of its launch; null if there is none."
     )
     smaller: list[Run] = Field([], description="The other leased runs of the launch, smallest batch first.")
-    reason: str = Field(description="Why this run was chosen, or why none was, in one sentence.")
-    retry_after_s: float | None = optional("Seconds after which to repeat the request; null if repeating is useless.")
+    reason: str = Field(description="Why this run was chosen, or why there is no run, in one sentence.")
+    retry_after_s: float | None = optional(
+        "Seconds after which to repeat the request; null if repeating it is useless."
+    )
 
 
 class RunCreate(WireModel):
@@ -138,7 +140,7 @@ class RunCreate(WireModel):
     )
     method: Name | None = optional("Quality method, for comparison on the quality page.")
     continues: Name | None = optional("The training run that this run continues.")
-    holder: Name | None = optional("Who holds the run's lease; null for no lease.")
+    holder: Name | None = optional("Holder of the run's lease; null for a run without a lease.")
     lease_s: LeaseSeconds = Field(120.0, description="Seconds until the lease expires, unless it is renewed.")
 
 
@@ -147,7 +149,7 @@ class RunPatch(WireModel):
 
     state: RunState = Field(description="The new state.")
     message: Message | None = optional("Why the run failed, in one sentence.")
-    end_cause: Literal["time_limit"] | None = optional("Set if a training run was cancelled at its `time_limit_s`.")
+    end_cause: Literal["time_limit"] | None = optional("`time_limit` if the run was cancelled at its `time_limit_s`.")
     failed_local_batch_size: Count | None = optional("The local batch that ran out of memory.")
     holder: Name | None = optional("The holder of the lease; a patch from another holder is rejected.")
     lease_s: LeaseSeconds | None = optional("Seconds from now until the lease expires.")
@@ -160,7 +162,7 @@ class RunPatch(WireModel):
 class Estimate(WireModel):
     """A predicted quantity with its 90 % prediction interval."""
 
-    value: float = Field(description="The median, in the unit of the field's name.")
+    value: float = Field(description="The median, in the unit that the field's name states.")
     low: float = Field(description="Lower end of the interval (5th percentile).")
     high: float = Field(description="Upper end of the interval (95th percentile).")
 
@@ -168,10 +170,10 @@ class Estimate(WireModel):
 class Terms(WireModel):
     """The parts of the predicted step time in seconds; the step time is their sum."""
 
-    compute_time_s: float = Field(description="Seconds of forward, backward and optimizer.")
+    compute_time_s: float = Field(description="Seconds of the forward pass, the backward pass and the optimizer.")
     exposed_comm_time_s: float = Field(description="Seconds of communication not hidden behind compute.")
-    input_time_s: float = Field(0.0, description="Seconds of waiting for data, estimated from profiled runs.")
-    skew_s: float = Field(0.0, description="Seconds of waiting for the slowest rank.")
+    input_time_s: float = Field(0.0, description="Seconds spent waiting for data, estimated from profiled runs.")
+    skew_s: float = Field(0.0, description="Seconds spent waiting for the slowest rank.")
 
 
 class Candidate(WireModel):
@@ -181,22 +183,24 @@ class Candidate(WireModel):
     global_batch_size: int = Field(description="Examples per optimizer step.")
     step_time_s: Estimate = Field(description="Seconds per optimizer step.")
     epoch_time_s: Estimate = Field(description="Seconds per epoch.")
-    total_time_s: Estimate = Field(description="Seconds of the whole training.")
-    cost_usd: Estimate | None = optional("US dollars of the whole training; null without a price.")
+    total_time_s: Estimate = Field(description="Duration of the whole training in seconds.")
+    cost_usd: Estimate | None = optional("Cost of the whole training in US dollars; null without a price.")
     tokens_per_step: float | None = optional("Tokens per optimizer step; null if tokens are unknown.")
     tokens_per_s: Estimate | None = optional("Tokens per second of all ranks, at the step time.")
     usd_per_million_tokens: Estimate | None = optional("US dollars per million tokens; null without a price.")
     energy_kwh: Estimate | None = optional(
         "Kilowatt-hours of the accelerators for the whole training; null if no run has reported energy."
     )
-    joules_per_example: Estimate | None = optional("Joules per example that the accelerators use.")
-    energy_usd: Estimate | None = optional("US dollars of `energy_kwh`; null without `usd_per_kwh`.")
-    energy_gco2: Estimate | None = optional("Grams of CO2 of `energy_kwh`; null without `gco2_per_kwh`.")
+    joules_per_example: Estimate | None = optional("Joules that the accelerators use per example.")
+    energy_usd: Estimate | None = optional("Price of `energy_kwh` in US dollars; null without `usd_per_kwh`.")
+    energy_gco2: Estimate | None = optional("CO2 emissions of `energy_kwh` in grams; null without `gco2_per_kwh`.")
     memory_bytes: Estimate | None = optional("Peak bytes of one rank; null if memory cannot be predicted yet.")
     memory_fits: float | None = optional("Probability that the candidate fits in memory.")
-    unproved: bool = Field(False, description="Whether no run has done three steps with this or a larger local batch.")
+    unproved: bool = Field(
+        False, description="Whether no run has completed three steps with this or a larger local batch."
+    )
     terms: Terms | None = optional("Parts of the step time.")
-    spot: bool = Field(False, description="Whether cost and time are those of pre-emptible capacity.")
+    spot: bool = Field(False, description="Whether the cost and time apply to pre-emptible capacity.")
     profiled: bool = Field(False, description="Whether the configuration was measured.")
     extrapolated: bool = Field(False, description="Whether the configuration lies outside the measured range.")
     dominated: bool = Field(
@@ -226,19 +230,19 @@ class Knee(WireModel):
 
 
 class MenuPoint(WireModel):
-    """A point on the frontier of time and cost, with the price per hour that it saves over the next slower point."""
+    """A point on the frontier of time and cost, with the price of each hour saved relative to the next slower point."""
 
     configuration: Configuration = Field(description="The configuration.")
-    spot: bool = Field(False, description="Whether cost and time are those of pre-emptible capacity.")
+    spot: bool = Field(False, description="Whether the cost and time apply to pre-emptible capacity.")
     global_batch_size: int = Field(description="Examples per optimizer step.")
-    total_time_s: Estimate = Field(description="Seconds of the whole training.")
-    cost_usd: Estimate | None = optional("US dollars of the whole training; null without a price.")
+    total_time_s: Estimate = Field(description="Duration of the whole training in seconds.")
+    cost_usd: Estimate | None = optional("Cost of the whole training in US dollars; null without a price.")
     usd_per_hour_saved: float | None = optional(
         "US dollars per hour saved compared with the next slower point; null for the slowest point or without a price."
     )
     energy_kwh: Estimate | None = optional("Kilowatt-hours of the accelerators; null if no run has reported energy.")
-    energy_usd: Estimate | None = optional("US dollars of `energy_kwh`; null without `usd_per_kwh`.")
-    energy_gco2: Estimate | None = optional("Grams of CO2 of `energy_kwh`; null without `gco2_per_kwh`.")
+    energy_usd: Estimate | None = optional("Price of `energy_kwh` in US dollars; null without `usd_per_kwh`.")
+    energy_gco2: Estimate | None = optional("CO2 emissions of `energy_kwh` in grams; null without `gco2_per_kwh`.")
     recommended: bool = Field(False, description="Whether this is the recommended point.")
 
 
@@ -248,11 +252,11 @@ class Quality(WireModel):
     kept: bool = Field(
         description="True if most comparable training runs lost at most one point; false if the accuracy is at risk."
     )
-    steps: int = Field(description="Optimizer steps of the training at the chosen batch.")
+    steps: int = Field(description="Number of optimizer steps in the training at the chosen batch.")
     base_batch_size: int = Field(description="The script's `small_batch_size`, or the smallest candidate, in examples.")
-    base_steps: int = Field(description="Optimizer steps of the training at the base batch.")
-    noise_scale: float | None = optional("Gradient noise scale in examples; null until 100 steps have measured it.")
-    sentence: str = Field(description="The expectation in words, with the remedy.")
+    base_steps: int = Field(description="Number of optimizer steps in the training at the base batch.")
+    noise_scale: float | None = optional("Gradient noise scale in examples; null until it was measured over 100 steps.")
+    sentence: str = Field(description="The expected effect in words, with a remedy if the accuracy is at risk.")
 
 
 class OptionEffect(WireModel):
@@ -276,10 +280,10 @@ class OptionEffect(WireModel):
         "Peak bytes of one rank divided by those with the first value at the same batch; null if unknown."
     )
     most_gain: float | None = optional(
-        "Maximum share of the recommendation's time or cost (0.01 is 1 %) that a value not launched could save."
+        "Maximum share of the recommendation's time or cost (0.01 is 1 %) that a value without a launch could save."
     )
     left_out: str | None = optional("Why no candidate has this value, in one sentence, if no launch with it succeeded.")
-    sentence: str = Field(description="The effect in words.")
+    sentence: str = Field(description="The effect of the value, in words.")
 
 
 class ModelReport(WireModel):
@@ -308,14 +312,14 @@ class Recommendation(WireModel):
     objective: str = Field(description="The objective that was optimized.")
     chosen: Candidate | None = optional("The recommended candidate; null if no candidate is within the limits.")
     runner_up: Candidate | None = optional("The next best candidate.")
-    least_time: Candidate | None = optional("The candidate with the least expected time.")
-    least_cost: Candidate | None = optional("The candidate with the least expected cost; null without a price.")
+    least_time: Candidate | None = optional("The candidate with the shortest expected time.")
+    least_cost: Candidate | None = optional("The candidate with the lowest expected cost; null without a price.")
     balanced: Candidate | None = optional("The candidate that the objective `balanced` would choose.")
     with_base_options: Candidate | None = optional(
         "The best candidate in which each option has its first value, as the script runs today; null without options."
     )
     options: list[OptionEffect] = Field(
-        [], description="The effect of each further value of each option; empty until a run was measured."
+        [], description="The effect of each option's values except the first; empty until a run has been measured."
     )
     knee: Knee = Field(description="The knee of the frontier of cost over time.")
     quality: Quality | None = optional("The effect of the chosen batch on the accuracy; null if nothing is chosen.")
@@ -359,7 +363,9 @@ class BatchStage(WireModel):
     first_example: int = Field(description="Number of examples on which the earlier stages train.")
     first_share: float = Field(description="`first_example` as a share of all examples.")
     steps: int = Field(description="Number of optimizer steps in the stage.")
-    configuration: Configuration = Field(description="The best configuration for the stage, by the objective.")
+    configuration: Configuration = Field(
+        description="The best configuration for the stage, according to the objective."
+    )
     global_batch_size: int = Field(description="Examples per optimizer step.")
     noise_scale: float = Field(
         description="Minimum gradient noise scale, in examples, from the beginning of the stage on."
@@ -369,30 +375,34 @@ class BatchStage(WireModel):
         "factor itself."
     )
     beta2: float | None = optional("Adam's beta2 that keeps the half-life in examples; null for other optimizers.")
-    time_s: Estimate = Field(description="Seconds of this stage, without its relaunch.")
-    cost_usd: Estimate | None = optional("US dollars of this stage, without its relaunch; null without a price.")
+    time_s: Estimate = Field(description="Duration of this stage in seconds, without its relaunch.")
+    cost_usd: Estimate | None = optional(
+        "Cost of this stage in US dollars, without its relaunch; null without a price."
+    )
 
 
 class BatchSchedule(WireModel):
-    """A batch that grows during training in at most four stages, each of which uses the best number of nodes for it."""
+    """A schedule in which the batch grows in at most four stages, each with the best number of nodes for its batch."""
 
     job_id: str = Field(description="Id of the job.")
     objective: str = Field(description="The objective that was optimized.")
     stages: list[BatchStage] = Field(description="Two to four stages, or none if the constant batch is better.")
-    steps: int = Field(0, description="Optimizer steps of all stages.")
+    steps: int = Field(0, description="Total number of optimizer steps in all stages.")
     constant: Configuration | None = optional("The recommended configuration, with which the schedule is compared.")
-    spot: bool = Field(False, description="Whether cost and time are those of pre-emptible capacity.")
+    spot: bool = Field(False, description="Whether the cost and time apply to pre-emptible capacity.")
     base_batch_size: int | None = optional("The batch for which the learning rate was tuned, in examples.")
     tokens_per_example: float | None = optional("Tokens per example; null if unknown or if the data are not text.")
     noise_run_id: str | None = optional(
         "The training run whose gradient noise the schedule follows; null if no run measured it throughout."
     )
     relaunch_s: float = Field(0.0, description="Seconds that each later stage needs to restart from a checkpoint.")
-    time_s: Estimate | None = optional("Seconds of all stages and relaunches.")
-    cost_usd: Estimate | None = optional("US dollars of all stages and relaunches; null without a price.")
-    saved_s: Estimate | None = optional("Seconds saved compared with the constant batch; negative if they are lost.")
+    time_s: Estimate | None = optional("Duration of all stages and relaunches in seconds.")
+    cost_usd: Estimate | None = optional("Cost of all stages and relaunches in US dollars; null without a price.")
+    saved_s: Estimate | None = optional(
+        "Seconds saved compared with the constant batch; negative if the schedule is slower."
+    )
     saved_usd: Estimate | None = optional("US dollars saved compared with the constant batch; null without a price.")
-    sentence: str = Field(description="What the schedule saves, or why there is no schedule, with the remedy.")
+    sentence: str = Field(description="The schedule's saving, or the reason why there is no schedule and the remedy.")
     risk: str | None = optional("How the schedule may affect the accuracy; null without stages.")
 
 
@@ -407,10 +417,10 @@ class LedgerEntry(WireModel):
     prices: dict[str, object] = Field(description="Prices at that time, by instance type (US dollars).")
     model_version: str = Field(description="Version of the fit.")
     predicted_step_time_s: Estimate | None = Field(description="Predicted seconds per optimizer step.")
-    predicted_cost_usd: Estimate | None = optional("Predicted US dollars of the whole training.")
+    predicted_cost_usd: Estimate | None = optional("Predicted cost of the whole training in US dollars.")
     run_id: str | None = optional("The training run that followed the recommendation, if there was one.")
     measured_step_time_s: float | None = optional("Measured seconds per optimizer step of that run.")
-    error: float | None = optional("Measured divided by predicted step time, minus one.")
+    error: float | None = optional("Measured step time divided by predicted step time, minus one.")
     within_interval: bool | None = optional("Whether the measurement lies inside the prediction interval.")
 
 
@@ -432,7 +442,7 @@ EventKind = Literal["job", "run", "samples", "recommendation", "scaling", "drift
 
 
 class ModelSpec(WireModel):
-    """A description of the network, of which every field except the name improves the first prediction."""
+    """A description of the network; every field except the name improves the first prediction."""
 
     name: Name = Field(description="Name of the network; jobs with the same name and device share measurements.")
     parameters: Annotated[int, Field(ge=1, le=2**50)] | None = optional("Number of trainable parameters.")
@@ -493,7 +503,7 @@ class DatasetSpec(WireModel):
     """A description of the data set."""
 
     size: Count = Field(description="Examples per epoch.")
-    name: Name | None = optional("Name of the data set, for people.")
+    name: Name | None = optional("Display name of the data set.")
 
 
 class SpotPrice(WireModel):
@@ -605,9 +615,11 @@ class ProfilingSpec(WireModel):
     max_runs: Count | None = optional(
         "Maximum number of launches (of runs, without `share_launches`); null to let the planner decide."
     )
-    max_gpu_seconds: Positive | None = optional("Maximum total of seconds over all ranks; null for unlimited.")
+    max_gpu_seconds: Positive | None = optional(
+        "Maximum profiling time in seconds, summed over all ranks; null for no limit."
+    )
     memory_safety: Share = Field(0.95, description="Required probability that a recommended batch fits in memory.")
-    only: _OptionNames | None = optional("Options that vary, while others keep their first value; null to vary all.")
+    only: _OptionNames | None = optional("Options to vary, while all others keep their first value; null to vary all.")
 
 
 _PerKwh = Annotated[float, Strict(), Field(ge=0, le=1e6)]
@@ -620,7 +632,7 @@ def _one_or_many(value: Any) -> Any:
 class JobSpec(WireModel):
     """The specification of a job: the body of `POST /v1/jobs` and the content of `job.toml`."""
 
-    name: Name = Field(description="Name of the job, for people.")
+    name: Name = Field(description="Name of the job, as shown to people.")
     model: ModelSpec = Field(description="The network.")
     dataset: DatasetSpec = Field(description="The data that make up an epoch.")
     epochs: Annotated[float, Field(ge=MIN_EPOCHS, le=MAX_EPOCHS)] = Field(
@@ -653,7 +665,7 @@ class JobSpec(WireModel):
         {},
         description="Values to try for each option of the launch command, by the option's name; today's value first.",
     )
-    profiling: ProfilingSpec = Field(ProfilingSpec(), description="How many runs to measure, and how.")
+    profiling: ProfilingSpec = Field(ProfilingSpec(), description="Limits and precision of the profiling runs.")
 
     @property
     def varied_options(self) -> dict[str, list[str]]:
@@ -729,15 +741,17 @@ class JobSummary(WireModel):
     recommended: Configuration | None = optional(
         "The recommended configuration; null if no candidate is within the limits."
     )
-    predicted_time_s: float | None = optional("Predicted seconds of the whole training.")
-    predicted_cost_usd: float | None = optional("Predicted US dollars of the whole training; null without a price.")
+    predicted_time_s: float | None = optional("Predicted duration of the whole training in seconds.")
+    predicted_cost_usd: float | None = optional(
+        "Predicted cost of the whole training in US dollars; null without a price."
+    )
     saving_vs_smallest_batch: float | None = optional(
         "Fraction of time saved compared with the smallest batch on the same number of nodes."
     )
     saving_vs_largest_batch: float | None = optional(
         "Fraction of time saved compared with the largest batch on the same number of nodes."
     )
-    prediction_error: float | None = optional("Measured divided by predicted step time, minus one.")
+    prediction_error: float | None = optional("Measured step time divided by predicted step time, minus one.")
 
 
 class JobPage(WireModel):
@@ -745,29 +759,33 @@ class JobPage(WireModel):
 
     jobs: list[JobSummary] = Field(description="Jobs, newest first.")
     total: int = Field(description=f"Number of matching jobs; {JOBS_COUNTED:,} means that there are at least as many.")
-    next_cursor: str | None = optional("Send it as `cursor` to get the next page; null on the last.")
+    next_cursor: str | None = optional("The `cursor` of the next page; null on the last page.")
 
 
 class ProfilingCost(WireModel):
     """The cost of profiling to date and of the rest of the current plan, including the start-up of launches.
 
     The cost of the rest is estimated from predicted step times and from the start-up times of earlier launches, which
-    are assumed to be 30 s before the first launch. An interrupted launch counts until its lease expires, and no longer
-    counts once its runs are leased again. The fields with `at_most` also include the launches that an adaptive search
-    may add, up to its maximum; each is assumed to take as long as the longest planned launch, and to cost as much as
-    the most expensive planned launch.
+    are assumed to be 30 s before the first launch. The cost of an interrupted launch is counted until its lease
+    expires, and is no longer counted once its runs are leased again. The fields with `at_most` also include the
+    launches that an adaptive search may add, up to its maximum; each is assumed to take as long as the longest planned
+    launch, and to cost as much as the most expensive planned launch.
     """
 
-    spent_gpu_seconds: float = Field(description="Total of seconds over all ranks to date.")
-    spent_usd: float | None = Field(description="US dollars spent on nodes to date, on demand; null without prices.")
-    launches_left: int = Field(description="Number of launches that are pending or in progress.")
-    runs_left: int = Field(description="Number of runs that these launches measure.")
-    left_s: float = Field(description="Seconds that these launches take one after another.")
-    left_gpu_seconds: float = Field(description="Total of seconds over all ranks of these launches.")
-    left_usd: float | None = Field(description="US dollars that their nodes cost on demand; null without prices.")
+    spent_gpu_seconds: float = Field(description="Profiling time to date in seconds, summed over all ranks.")
+    spent_usd: float | None = Field(description="On-demand cost of nodes to date in US dollars; null without prices.")
+    launches_left: int = Field(description="Number of remaining launches: those pending or in progress.")
+    runs_left: int = Field(description="Number of runs that the remaining launches measure.")
+    left_s: float = Field(description="Duration of the remaining launches in seconds, one after another.")
+    left_gpu_seconds: float = Field(description="Time of the remaining launches in seconds, summed over all ranks.")
+    left_usd: float | None = Field(
+        description="On-demand cost of the remaining launches in US dollars; null without prices."
+    )
     launches_at_most: int = Field(description="Number of remaining launches, including those that the search may add.")
-    at_most_s: float = Field(description="Seconds that these launches take one after another.")
-    at_most_usd: float | None = Field(description="US dollars that their nodes cost on demand; null without prices.")
+    at_most_s: float = Field(description="Duration of these launches in seconds, one after another.")
+    at_most_usd: float | None = Field(
+        description="On-demand cost of these launches in US dollars; null without prices."
+    )
 
 
 class Job(JobSummary):
@@ -782,15 +800,15 @@ class Job(JobSummary):
 class JobCreated(WireModel):
     """The response to the registration of a job."""
 
-    job: Job = Field(description="The job, which was registered now or found.")
+    job: Job = Field(description="The job, which may have been registered before.")
     recommendation: Recommendation = Field(description="The current recommendation.")
-    runs: list[Run] = Field(description="The runs to profile next.")
+    runs: list[Run] = Field(description="The profiling runs to start next.")
 
 
 class Event(WireModel):
     """A change of a job; ids increase, so that a reader can resume after the last event that it received."""
 
-    id: int = Field(description="Position in the job's stream of events, which increases.")
+    id: int = Field(description="Increasing position of the event in the job's stream of events.")
     kind: EventKind = Field(description="What changed.")
     job_id: str = Field(description="Id of the job.")
     run_id: str | None = optional("Id of the run that changed, if any.")

@@ -17,7 +17,8 @@ NORMAL_90: Final = 1.645
 _TOLERABLE: Final = 0.07
 """The relative half-width of the mean's interval below which no more steps are needed.
 
-The mean of 400 training steps with the same randomness is uncertain by 5 %, so the two together stay within a tenth.
+The mean of 400 training steps with the same randomness is uncertain by 5 %, so the combined uncertainty stays within 10
+%.
 """
 MOST_TIMES: Final = 8
 """A run measures at most this multiple of the requested number of steps."""
@@ -72,7 +73,7 @@ def is_long_enough(
 
 
 def spread(step_times_s: Sequence[float]) -> float:
-    """Return the relative standard deviation of independent steps whose mean would be as uncertain as this mean.
+    """Return the relative standard deviation at which independent steps would have an equally uncertain mean.
 
     Successive steps may be correlated, and slow steps may occur at regular intervals, so the result is computed from
     the means of groups of successive steps (batch means). It is 0 if there are fewer than eight steps.

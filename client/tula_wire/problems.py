@@ -38,7 +38,7 @@ class Problem(WireModel):
     """The body of every error response; `detail` contains the remedy."""
 
     type: str = Field(description="Stable name of the kind of error (a URN), on which clients may branch.")
-    title: str = Field(description="The kind of error, for people.")
+    title: str = Field(description="Human-readable name of the kind of error.")
     status: int = Field(description="HTTP status code.")
     detail: str = Field(description="What was wrong and how to fix it.")
     field: str | None = optional("The first invalid field.")
@@ -76,7 +76,7 @@ _REMEDIES: Final = {
 
 
 def remedy(error: Mapping[str, Any]) -> str:
-    """Return what is wrong and the remedy for an entry of `ValidationError.errors()`, to print after `field: `."""
+    """Return the fault and the remedy for an entry of `ValidationError.errors()`, as text to follow `field: `."""
     kind = str(error.get("type", ""))
     if kind in _REMEDIES:
         return _REMEDIES[kind].format_map(error.get("ctx") or {})

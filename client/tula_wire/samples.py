@@ -21,7 +21,7 @@ class AllReduceReading(WireModel):
     """The time of an all-reduce of one size, measured repeatedly."""
 
     size_bytes: Annotated[int, Field(ge=1, le=2**40)] = Field(description="Bytes that each rank contributes.")
-    time_s: Seconds = Field(description="Median of the seconds that one all-reduce takes.")
+    time_s: Seconds = Field(description="Median time of one all-reduce in seconds.")
     relative_sd: Annotated[float, Field(ge=0, le=100)] = Field(
         0.0, description="Standard deviation divided by the median, estimated from the median absolute deviation."
     )
@@ -66,9 +66,9 @@ class FabricProbe(AllReduces):
     equal only if they have the same number of ranks.
     """
 
-    instance_type: Word = Field(DEFAULT_INSTANCE_TYPE, description="As in the job's cluster.")
-    accelerator: Name | None = optional("As in the job's cluster.")
-    network_gbps: Gbps | None = optional("Gigabits per second, as in the job's cluster.")
+    instance_type: Word = Field(DEFAULT_INSTANCE_TYPE, description="The instance type, as in a job's cluster.")
+    accelerator: Name | None = optional("The accelerator, as in a job's cluster.")
+    network_gbps: Gbps | None = optional("Gigabits per second between nodes, as in a job's cluster.")
 
 
 class AllReduceCost(WireModel):
@@ -171,14 +171,14 @@ class SampleBatch(WireModel):
     )
     step: Column[Number] = Field(description="Optimizer step of each sample.")
     step_time_s: Column[StepTime] = Field(description="Wall-clock seconds of each step.")
-    compute_time_s: Times = optional("Seconds of forward, backward and optimizer.")
+    compute_time_s: Times = optional("Seconds of the forward pass, the backward pass and the optimizer.")
     comm_time_s: Times = optional("Seconds of collectives.")
     exposed_comm_time_s: Times = optional("Seconds of communication not hidden behind compute.")
-    input_time_s: Times = optional("Seconds of waiting for data.")
+    input_time_s: Times = optional("Seconds spent waiting for data.")
     optimizer_time_s: Times = optional(
         "Seconds of the optimizer, which steps once per row for any number of micro-steps."
     )
-    skew_s: Times = optional("Seconds of waiting for the slowest rank.")
+    skew_s: Times = optional("Seconds spent waiting for the slowest rank.")
     straggler_rank: Column[Rank | None] | None = optional("The slowest rank, if one stands out.")
 
     @model_validator(mode="after")
@@ -190,7 +190,7 @@ class SampleBatch(WireModel):
 class SamplesAccepted(WireModel):
     """The response to samples, which says how many were stored and whether the run should stop."""
 
-    stored: int = Field(description="Number of samples that were stored now.")
+    stored: int = Field(description="Number of samples that this request added.")
     duplicates: int = Field(description="Number of samples that had already been stored.")
     stop: bool = Field(
         False,
@@ -210,12 +210,12 @@ class StepSample(WireModel):
     step: int = Field(description="Optimizer step.")
     warmup: bool = Field(description="Whether the fit discards the step.")
     step_time_s: float = Field(description="Wall-clock seconds of the step.")
-    compute_time_s: float | None = optional("Seconds of forward, backward and optimizer.")
+    compute_time_s: float | None = optional("Seconds of the forward pass, the backward pass and the optimizer.")
     comm_time_s: float | None = optional("Seconds of collectives.")
     exposed_comm_time_s: float | None = optional("Seconds of communication not hidden behind compute.")
-    input_time_s: float | None = optional("Seconds of waiting for data.")
+    input_time_s: float | None = optional("Seconds spent waiting for data.")
     optimizer_time_s: float | None = optional("Seconds of the optimizer.")
-    skew_s: float | None = optional("Seconds of waiting for the slowest rank.")
+    skew_s: float | None = optional("Seconds spent waiting for the slowest rank.")
     straggler_rank: int | None = optional("The slowest rank, if one stands out.")
 
 
@@ -223,7 +223,7 @@ class SamplePage(WireModel):
     """One page of a job's samples, ordered by process; `next_cursor` is None on the last page."""
 
     samples: list[StepSample] = Field(description="The samples, ordered by process, then by sequence.")
-    next_cursor: str | None = optional("Send it as `cursor` to get the next page; null on the last.")
+    next_cursor: str | None = optional("The `cursor` of the next page; null on the last page.")
 
 
 COLUMN_NAME = r"[a-z][a-z0-9_]{0,63}"
@@ -281,7 +281,7 @@ class TelemetrySeries(WireModel):
     column: str = Field(description="Name of the metric.")
     rank: int = Field(description="Global rank of the process.")
     steps: list[int] = Field(description="Optimizer step of each point.")
-    values: list[float | None] = Field(description="Value of each point, in the unit of the column's name.")
+    values: list[float | None] = Field(description="Value of each point, in the unit that the column's name states.")
     total_points: int = Field(description="Number of points before downsampling.")
     downsampled: bool = Field(description="Whether points were omitted.")
     available: list[str] = Field([], description="Names of all metrics of the run.")

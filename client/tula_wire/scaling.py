@@ -19,15 +19,15 @@ class ScalingPatch(WireModel):
     Agents use only those values that their scripts do not pass explicitly.
     """
 
-    delta: Delta | None = optional("Gradient variability from which a step counts as sensitive.")
-    small_batch_size: Count | None = optional("b_small, in examples.")
-    static_scale: Factor | None = optional("Factor of the policy `static`.")
+    delta: Delta | None = optional("Gradient variability at or above which a step counts as sensitive.")
+    small_batch_size: Count | None = optional("The small batch b_small, in examples.")
+    static_scale: Factor | None = optional("Factor that the `static` policy applies.")
     s_min: Factor | None = optional("Minimum factor.")
     s_max: Factor | None = optional("Maximum factor.")
 
 
 class ScalingThresholds(ScalingPatch):
-    """The values of one policy; the training script decides those that are null or that it passes explicitly."""
+    """The values of one policy; the training script sets null values itself, and may override other values."""
 
     version: int = Field(1, ge=0, le=MAX_NUMBER, description="Increases with every change, and is also the ETag.")
     policy: ScalingPolicy = Field("gain", description="The policy to which the values belong.")

@@ -32,10 +32,10 @@ Diagnosis = Literal[
 WAIT_SHARE: Final = 0.1
 """The share of a step that a wait must exceed to be a diagnosis, judged by the lower end of the share's interval.
 
-Nodes differ by about as much.
+The speeds of nodes differ by about as much.
 """
 COMPUTE_SHARE: Final = 0.85
-"""The minimum share of a step that forward, backward and optimizer must take for a run to be compute-bound."""
+"""The minimum share of a step that computation must take for a run to be compute-bound."""
 LAUNCH_SHARE: Final = 0.5
 """The minimum share of the compute time that starting operations must take for a run to be launch-bound.
 
@@ -76,7 +76,7 @@ class Verdict(WireModel):
         "measurements do not show it."
     )
     at_most: bool = Field(False, description="Whether `saves` is an upper bound rather than an expectation.")
-    straggler_rank: Rank | None = optional("The rank for which the others wait; null if no rank stands out.")
+    straggler_rank: Rank | None = optional("The slowest rank, for which all others wait; null if no rank stands out.")
     steps: int = Field(description="Number of measured steps on which the verdict is based.")
 
 
@@ -100,8 +100,8 @@ def diagnose(steps: Steps, host: HostFacts | None = None, memory: MemoryBreakdow
 
     A share is the total time due to the cause divided by the sum of the step times. Its interval follows from the
     variation over the steps. The next step saves at most that share. The saving is stated as an expectation only if it
-    can be computed, because loader workers divide the loading time and accumulation halves the communication per
-    example. Memory has no share, so it is diagnosed only if no other cause is found.
+    can be computed: loader workers divide the loading time, and accumulation halves the communication per example.
+    Memory has no share, so it is diagnosed only if no other cause is found.
     """
     host, measured = host or HostFacts(), len(steps.step_time_s)
     if measured < FEWEST_STEPS:
@@ -128,7 +128,7 @@ def diagnose(steps: Steps, host: HostFacts | None = None, memory: MemoryBreakdow
         return _memory_bound(memory, steps)
     if comm_share is None:
         return _unknown(
-            "communication was not measured, since the agent saw no DistributedDataParallel model", measured
+            "communication was not measured, since the agent found no DistributedDataParallel model", measured
         )
     return _no_cause(input_share, comm_share, skew_share, 1.0 - waits, measured)
 
@@ -140,7 +140,7 @@ def sentence(verdict: Verdict) -> str:
 
 
 def worth(verdict: Verdict) -> str:
-    """Return the last sentence of a verdict's text, such as ` It saves 31 % [25, 36] of a step.`, or an empty text."""
+    """Return the last sentence of a verdict, such as ` It saves 31 % [25, 36] of a step.`, or an empty string."""
     saves = verdict.saves
     if saves is None:
         return ""
@@ -247,7 +247,7 @@ def _launch_bound(operations: int, of_compute: float, of_step: float, steps: int
 
 def _memory_bound(memory: MemoryBreakdown, steps: Steps) -> Verdict:
     full = memory.reserved_bytes or memory.peak_bytes
-    of_device = f"; it uses {percent(full / memory.capacity_bytes, digits=0)} of it" if memory.capacity_bytes else ""
+    of_device = f"; {percent(full / memory.capacity_bytes, digits=0)} of it is in use" if memory.capacity_bytes else ""
     evidence = (
         f"the allocator found the device full {memory.alloc_retries} times, and each time had to free cached memory "
         f"first{of_device}."
@@ -266,16 +266,18 @@ def _no_cause(
     waits = {name: share for name, share in shares.items() if share is not None}
     if compute >= COMPUTE_SHARE:
         evidence = (
-            f"forward, backward and optimizer take {percent(compute, digits=0)} of a step, and nothing is waited for."
+            f"forward, backward and optimizer take {percent(compute, digits=0)} of a step, so waiting takes little "
+            "time."
         )
         next_step = (
-            "nothing holds it up: a lower precision or a faster device shortens a step, more nodes the training."
+            "no change is needed. A lower precision or a faster device shortens each step, and more nodes shorten the "
+            "training."
         )
         return _verdict("compute_bound", evidence, next_step, steps)
     most = max(waits, key=lambda name: waits[name].value)
     evidence = (
-        f"no wait certainly exceeds a tenth of a step. The longest wait, for {most}, takes "
-        f"{_with_interval(waits[most])} of it, and compute takes {percent(compute, digits=0)}."
+        f"no wait is certain to exceed a tenth of a step. The longest wait, for {most}, takes "
+        f"{_with_interval(waits[most])} of a step, and compute takes {percent(compute, digits=0)}."
     )
     return _verdict("healthy", evidence, "nothing, since no single change would save much.", steps)
 
@@ -305,7 +307,7 @@ def _verdict(
 
 
 def _share(part_s: Sequence[float | None], step_time_s: Sequence[float]) -> Estimate | None:
-    """Return the share that a part takes of the step times, or None if too few steps have a measurement of the part.
+    """Return the share of the step time that a part takes, or None if too few steps have a measurement of the part.
 
     The interval is that of a ratio estimator: it follows from how much the part's time minus its expected share of the
     step time varies between blocks of steps.
@@ -324,7 +326,7 @@ def _share(part_s: Sequence[float | None], step_time_s: Sequence[float]) -> Esti
 
 
 def _fast_compute_s(steps: Steps) -> float:
-    """Return the compute time of a fast step, since the launch time is also the fastest of several measurements."""
+    """Return the compute time of a fast step, to compare with the launch time, also a fast measurement."""
     rows = zip(steps.step_time_s, steps.input_time_s, steps.exposed_comm_time_s, steps.skew_s, strict=True)
     compute = [t - (data or 0.0) - comm - (skew or 0.0) for t, data, comm, skew in rows if comm is not None]
     return max(1e-9, quantiles(compute, n=4)[0])

@@ -80,7 +80,7 @@ def _usage(error: Exception, arguments: list[str]) -> str:
 
 
 def _fail(sentence: str, code: int) -> int:
-    """Print the error message and return the exit code; an empty message prints nothing, as after the help text."""
+    """Print the error message, unless it is empty, and return the exit code."""
     if sentence:
         print("\n".join(map(printable, f"tula: {sentence}".split("\n"))), file=sys.stderr)
     return code
@@ -89,7 +89,7 @@ def _fail(sentence: str, code: int) -> int:
 def build(arguments: Sequence[str] = ()) -> typer.Typer:
     """Return the complete `tula` command.
 
-    Among the sub-commands of other packages, only the one that `arguments` name is imported.
+    A sub-command of another package is imported only if `arguments` name it.
     """
     app = typer.Typer(
         name="tula",
@@ -158,7 +158,7 @@ def _root(
 
 
 def _first_word(arguments: Sequence[str]) -> str | None:
-    """Return the name of the sub-command, or None if the command line names none and the help must list all."""
+    """Return the name of the sub-command, or None if there is none and the help must list all sub-commands."""
     rest = iter(arguments)
     for word in rest:
         if word == "--url":

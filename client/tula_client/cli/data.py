@@ -114,7 +114,9 @@ def _parquet(rows: Sequence[Row]) -> bytes:
 
 
 def _write_mlflow(handle: JobHandle) -> tuple[str, int]:
-    """Write every run that has started to MLflow; return the experiment's name, which is the job's, and the run count.
+    """Write every run that has started to MLflow; return the name of the experiment and the number of runs.
+
+    The experiment has the name of the job.
 
     Runs from an earlier export are updated. Raises `MissingExtraError` if MLflow is not installed, and `TulaError` if
     MLflow fails.

@@ -131,7 +131,7 @@ def _short(revision: str) -> str:
 
 
 def _at_revision(spec: JobSpec, revision: str, number: str) -> JobSpec:
-    """Return the specification of a separate job for one revision, so that other code is measured apart."""
+    """Return the specification of a separate job for one revision, which keeps its measurements separate."""
     return spec.model_copy(update={"name": f"{spec.name}@{_short(revision)}-{number}"})
 
 
@@ -171,7 +171,7 @@ def _amounts(share: Estimate, whole: float = 1.0) -> tuple[float, float, float]:
 
 
 def _sentence(result: Estimate, peaks: list[float | None], chosen: Candidate | None) -> str:
-    """Return a sentence on the change in step time, cost and memory, with 95 % intervals."""
+    """Return a sentence that states the change in step time, cost and memory, with 95 % intervals."""
     if result.low <= 0.0 <= result.high:
         ends = f"{percent(result.low, signed=True)} and {percent(result.high, signed=True)}"
         said = f"This change makes no difference that these launches can detect: steps take between {ends} longer"

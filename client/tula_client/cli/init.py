@@ -77,10 +77,10 @@ def _devices() -> list[tuple[str, int]]:
 
 
 def _varied(command: Sequence[str]) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return the command as a template, and the numbers that placeholders replaced, by name.
+    """Return the command as a template, and a mapping from each placeholder to the number that it replaced.
 
-    The number of epochs is returned too, but stays in the command. Raises `UsageError` if the command has no batch
-    size.
+    The mapping also contains the number of epochs, which is not replaced in the command. Raises `UsageError` if the
+    command has no batch size.
     """
     words, values = list(command), dict[str, int]()
     for index, word in enumerate(words):
@@ -120,7 +120,7 @@ def _script(command: Sequence[str]) -> str:
 
 
 def _document(tune: str, script: str, numbers: dict[str, int], devices: list[tuple[str, int]]) -> str:
-    """Return the text of a job.toml, in which each required value that is unknown is a guess with a comment."""
+    """Return the text of a job.toml; each required value that is unknown is filled with a guess and marked."""
     ranks = len(devices) or numbers.get("ranks_per_node", 1)
     stated = numbers.get("local_batch_size") or numbers.get("global_batch_size", 0) // ranks
     batch = stated or _DEFAULT_BATCH

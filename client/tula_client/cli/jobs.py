@@ -164,15 +164,13 @@ def edit(
 
 
 def _price(word: str, job: Job) -> tuple[str, dict[str, Any]]:
-    """Return the instance type that `word` names, or the job's only one, and its price with the new rate."""
+    """Return the instance type that `word` names, by default the job's only type, and its price with the new rate."""
     name, equals, usd = word.rpartition("=")
     prices = {cluster.instance_type: cluster.price for cluster in job.spec.cluster}
     if not equals and len(prices) == 1:
         (name,) = prices
     if name not in prices:
-        raise UsageError(
-            f"--price: {word!r} names no instance type of the job: give TYPE=USD, with TYPE from {', '.join(prices)}"
-        )
+        raise UsageError(f"--price: {word!r} must have the form TYPE=USD, where TYPE is one of {', '.join(prices)}")
     try:
         return name, prices[name].model_dump() | {"usd_per_node_hour": float(usd)}
     except ValueError:
@@ -470,7 +468,7 @@ def schedule_view(answer: BatchSchedule) -> RenderableType:
 
 
 def today_line(answer: Recommendation) -> list[Text]:
-    """Return the line that compares the recommendation with the script's current options; empty if either is missing.
+    """Return a line that compares the recommended options with the script's, or no line if either are unknown.
 
     For example: `4 nodes, global batch 2048, bf16, compiled: 3 h 6 min, $152.00; as you run it today: 7 h 54 min,
     $388.00.` The part after the semicolon is omitted if the script already has the recommended options.
@@ -492,7 +490,7 @@ def _totals(candidate: Candidate) -> str:
 def menu_table(answer: Recommendation) -> RenderableType:
     """Return a table of the configurations to choose from, fastest first, with the price of each hour saved.
 
-    `*` marks the recommended configuration. Columns for energy, its price and its CO2 are included if predicted.
+    `*` marks the recommended configuration. The energy, its price and its CO2 are included if they are predicted.
     """
     points = answer.menu
     columns = {
@@ -502,7 +500,7 @@ def menu_table(answer: Recommendation) -> RenderableType:
         ],
         ">time": [duration(point.total_time_s.value) for point in points],
         ">cost": [money(_value(point.cost_usd)) for point in points],
-        ">an hour less costs": [money(point.usd_per_hour_saved) for point in points],
+        ">cost per hour saved": [money(point.usd_per_hour_saved) for point in points],
     }
     if any(point.energy_kwh for point in points):
         columns[">energy"] = [energy(_value(point.energy_kwh)) for point in points]
@@ -525,7 +523,7 @@ def _basis(answer: Recommendation | Predictions, evidence: str = "") -> list[Tex
 
 
 def candidates_table(answer: Recommendation) -> RenderableType:
-    """Return a table of all candidates with intervals and marks, and with instance types if the job has several."""
+    """Return a table of all candidates with intervals and marks, and with instance types if there are several."""
 
     def marks(candidate: Candidate) -> dict[str, bool]:
         named = roles(candidate, answer)

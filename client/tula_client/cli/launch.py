@@ -45,7 +45,7 @@ from tula_wire.text import printable
 from tula_wire.verdict import sentence
 
 RETRY = RetryPolicy(max_attempts=3, budget_s=10.0)
-"""Retries of a single request; there are few, because the runner also retries for minutes while it supervises runs."""
+"""Few retries of each request are needed, because the runner retries for minutes while it supervises runs."""
 TIMEOUT_S = 15.0
 _TRAINING_GRACE_S = 30.0
 """Seconds between SIGTERM and SIGKILL for a training run, which leave time to write a checkpoint."""
@@ -165,9 +165,9 @@ def _with_explanations(runner: Runner, tuned: Tuned, template: Template, limits:
 
 
 def may_ask(tuned: Tuned, *, then_run: bool) -> bool:
-    """Return True if the user's answer to "what does an hour of waiting cost you?" could change the recommendation.
+    """Return True if the user can be asked for the cost of waiting and the answer could change the recommendation.
 
-    Returns False with `then_run`, since training would have to wait for an answer that perhaps nobody is there to give.
+    Returns False with `then_run`, since training would then wait for an answer although the user may be absent.
     """
     priced = [point for point in tuned.recommendation.menu if point.cost_usd is not None]
     open_ = tuned.job.spec.usd_per_hour_of_waiting is None and tuned.recommendation.objective == "balanced"
@@ -344,7 +344,7 @@ def orderly_end() -> Iterator[None]:
 
 
 def _go_on(_number: int, _frame: FrameType | None) -> None:
-    """Do nothing; a signal handler is used because commands would inherit a signal that is set to be ignored."""
+    """Ignore a signal; unlike SIG_IGN, a handler is not inherited by the commands that this process starts."""
 
 
 def run_like(recommendation: Recommendation, plan: Sequence[Run]) -> Run | None:
@@ -367,7 +367,7 @@ def run_like(recommendation: Recommendation, plan: Sequence[Run]) -> Run | None:
 
 
 def _verdict_on(client: Client, run: Run | None) -> list[tuple[Run, Verdict]]:
-    """Return the run with its verdict, or an empty list if there is none; a failed request is not an error here."""
+    """Return a list of the run and its verdict, or an empty list if there is no verdict or the request fails."""
     if run is None:
         return []
     with suppress(TulaError):

@@ -229,10 +229,12 @@ class Tools:
     def predict(
         self,
         job: JobText,
-        num_nodes: Annotated[list[int] | None, Field(description="Numbers of nodes; omit for all.")] = None,
-        global_batch_size: Annotated[list[int] | None, Field(description="Examples per step; omit for all.")] = None,
+        num_nodes: Annotated[list[int] | None, Field(description="Node counts to predict; omit for all.")] = None,
+        global_batch_size: Annotated[
+            list[int] | None, Field(description="Global batch sizes to predict; omit for all.")
+        ] = None,
         usd_per_node_hour: Annotated[float | None, Field(description="Price to use instead of the job's.")] = None,
-        deadline_s: Annotated[float | None, Field(description="Limit of the duration, instead of the job's.")] = None,
+        deadline_s: Annotated[float | None, Field(description="Limit on the duration, instead of the job's.")] = None,
     ) -> Facts:
         """Predict all combinations of the given values (what-if analysis).
 
@@ -251,7 +253,7 @@ class Tools:
         return facts
 
     def plan_cost(self, job: JobText) -> Facts:
-        """Report the cost of profiling to date, the time and cost of the rest of the plan, and the pending runs."""
+        """Report the cost of profiling to date, the time and cost of the remaining plan, and the pending runs."""
         status = self._client.handle(job).status()
         waiting = [
             {"configuration": _plain(run)["configuration"], "purpose": run.purpose}
@@ -267,7 +269,7 @@ class Tools:
         page = self._client.runs(self._client.handle(job).id, limit=MOST)
         return {"runs": [_plain(run, "instruction", "lease", "lease_expires_at") for run in page.runs]}
 
-    def verdict(self, run: Annotated[str, Field(description="The run's id, which runs lists.")]) -> Facts:
+    def verdict(self, run: Annotated[str, Field(description="The run's id, which the runs tool lists.")]) -> Facts:
         """Report what limits the speed of a run, with the evidence and a next step with its expected saving."""
         return _plain(self._client.verdict(run))
 
@@ -392,15 +394,16 @@ def _server(tools: Tools, token: str, url: str, without: Sequence[str] = ()) -> 
 
 
 class _SameToken:
-    """Verifies that a request has the token that this server sends to the service, so that its port grants no more
-    rights.
+    """Verifies that a request has the token that this server sends to the service.
+
+    A caller of this server therefore needs the same token as a caller of the service.
     """
 
     def __init__(self, token: str) -> None:
         self._token = token
 
     async def verify_token(self, token: str) -> AccessToken | None:
-        """Return the access rights of the expected token, or None for any other token."""
+        """Return the access rights if `token` is the expected token, or None otherwise."""
         from mcp.server.auth.provider import AccessToken
 
         if not hmac.compare_digest(token.encode(), self._token.encode()):

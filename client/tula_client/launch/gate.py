@@ -127,7 +127,7 @@ def checkout(commit: str, parent: Path) -> Iterator[Path]:
 
 
 def refuse_tracked_paths(words: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Raise `UsageError` if the command names a tracked file by an absolute path, which both revisions would then use.
+    """Raise `UsageError` if the command has the absolute path of a tracked file, since both revisions would use it.
 
     words: the arguments of the command. environment: its variables, of which only PYTHONPATH is checked.
     """

@@ -14,7 +14,7 @@ AGENT_PREFIX: Final = "tula:"
 """The prefix of each line that the agent prints for the user."""
 
 EMBED: Final = "call tula_agent.init() and loop over run.steps(loader) in the script."
-"""The remedy that messages name if no measurement arrives."""
+"""The remedy to suggest if no measurement arrives."""
 
 _MEMORY_EXCEPTION = re.compile(
     r"^(?:\w+\.)*_?\w*MemoryError\b|(?:CUDA|HIP) out of memory|(?:CUDA|HIP) error: out of memory"
@@ -80,9 +80,9 @@ class Outcome:
 def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float | None = None) -> Outcome:
     """Return the outcome of `run`, given its exit `status` and the last `lines` of its log.
 
-    `run` must have its current state on the service. A run that a user or its limits cancelled stays cancelled, however
-    its command ended. A profiling run that its agent reported as a success, because it measured enough, stays a
-    success. A failure that the agent reported is kept, because the agent saw the cause inside the process.
+    `run` must have its current state on the service. A run that was cancelled by a user or at its limits stays
+    cancelled, however its command ended. A profiling run stays a success if its agent reported that it measured enough.
+    A failure that the agent reported is kept, because the agent saw the cause inside the process.
 
     Otherwise, status 0 with samples is a success, but a profiling run must also have used the planned configuration. A
     run is out of memory if its status is 137 (SIGKILL, which the kernel sends when memory runs out) or if an
@@ -115,7 +115,7 @@ def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float |
 
 
 def _reported(run: Run) -> Outcome | None:
-    """Return the outcome that a user or the agent already reported, which is final, or None if there is none."""
+    """Return the final outcome that a user or the agent has already reported, or None if there is none."""
     if run.state == "cancelled":
         return Outcome("cancelled", run.message or "The run was cancelled.")
     if run.kind == "profile" and run.state == "succeeded":
@@ -143,8 +143,8 @@ def tail(log: Path) -> list[str]:
 def ran_out_of_memory(lines: list[str]) -> bool:
     """Return True if a rank's exception was about memory, or if a launcher reported that the kernel killed the rank.
 
-    The exception that counts is the one of the rank's last traceback, or one that caused it (`raise ... from`). The
-    same text in an option, a warning or a caught exception does not show how the rank ended.
+    Only the exception in the rank's last traceback, or an exception that caused it (`raise ... from`), is considered:
+    the same text in an option, a warning or a caught exception does not show how the rank ended.
     """
     ranks: dict[str, _LastException] = {}
     status = None
@@ -180,7 +180,7 @@ class _LastException:
 
 
 def relevant_lines(lines: list[str], count: int = 4) -> list[str]:
-    """Return the last lines that contain an error, or the last lines of all if no line contains one.
+    """Return the last lines that contain an error, or simply the last lines if no line contains an error.
 
     Stack frames and tables that the launcher printed are omitted.
     """

@@ -90,10 +90,10 @@ def _differences(job: Job, spec: JobSpec) -> Differences:
 
 
 def _completed(spec: JobSpec, registered: JobSpec) -> JobSpec:
-    """Return `spec` with the values that it omits and that were set in the registered job later.
+    """Return `spec` with values from the registered job for two fields that it omits.
 
-    These values are the price of waiting, which `tula tune` asks the user for if there are prices, and
-    `profiling.share_launches`, which is turned off if the script's batches cannot be cut.
+    These fields may have been set after registration: `tula tune` asks the user for the price of waiting if there are
+    prices, and turns `profiling.share_launches` off if the script's batches cannot be cut.
     """
     later: dict[str, Any] = {}
     if "usd_per_hour_of_waiting" not in spec.model_fields_set and any(
@@ -106,7 +106,7 @@ def _completed(spec: JobSpec, registered: JobSpec) -> JobSpec:
 
 
 def _fixed(differences: Differences) -> list[str]:
-    """Return the paths among `differences` that cannot be changed in a registered job."""
+    """Return those paths in `differences` whose fields cannot be changed in a registered job."""
     return [path for path in differences if not _CHANGEABLE.fullmatch(path)]
 
 

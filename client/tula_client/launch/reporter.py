@@ -102,7 +102,7 @@ class Reporter:
         self._describe()
 
     def waiting(self, reason: str) -> None:
-        """Print the reason why no run can be started now, unless that reason was the last to be printed."""
+        """Print the reason why no run can be started now, unless it equals the last reason that was printed."""
         if reason != self._last_reason:
             self._last_reason = reason
             self._console.print(f"waiting   {reason}", highlight=False, markup=False)

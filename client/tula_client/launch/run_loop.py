@@ -1,8 +1,8 @@
 """Supervises runs: leases them, starts their commands, renews the leases, judges outcomes and reports to the service.
 
-A run that the service returns is checked before its command is started, because its fields become the command's
-arguments and `TULA_*` variables. A training run with the kind `profile`, for example, would end after a few steps with
-exit code 0.
+Before starting the command of a run, the module checks the run that the service returned, because the run's fields
+become the command's arguments and `TULA_*` variables. A training run with the kind `profile`, for example, would end
+after a few steps with exit code 0.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ _SUBMITTED: Final = "submitted-"
 class ActiveRun:
     """A run whose command was started; times are in seconds of the runner's clock.
 
-    smaller: the runs of smaller batches that the same command measures first. limit_from: the start of the time limit,
-    which begins at the launch and is restarted at the first measurement. limit_reached: the training run was asked to
-    end because it reached its own limit. has_measured: the service has stored the run's first sample. has_ended: the
-    service refused to renew the run's lease.
+    smaller: the runs of smaller batches that the same command measures first. limit_from: the time from which the time
+    limit is counted, which is the launch and later the first measurement. limit_reached: True once the training run was
+    asked to end at its own limit. has_measured: True once the service has stored a sample of the run. has_ended: True
+    once the service has refused to renew the run's lease.
     """
 
     run: Run
@@ -116,9 +116,9 @@ class Runner:
     cancelled the job. On exit, the runner stops all commands that are still running, and returns their runs to the
     plan.
 
-    time_limit_s: a limit for a run's start-up, and the same limit for the rest of the run. grace_s: seconds between
-    SIGTERM and SIGKILL. stop_template: the command that cancels a cluster job. inherited: environment variables that
-    commands inherit. active: the runs whose commands are running.
+    time_limit_s: the time limit for a run's start-up, which applies again to the remainder of the run. grace_s: seconds
+    between SIGTERM and SIGKILL. stop_template: the command that cancels a cluster job. inherited: environment variables
+    that commands inherit. active: the runs whose commands are running.
     """
 
     service: Client
@@ -308,8 +308,8 @@ class Runner:
     def finish(self, active: ActiveRun, status: int) -> list[tuple[Run, Outcome]]:
         """Judge and report every run of a command that ended with `status`; return them in the order of measurement.
 
-        A run that had not started returns to the plan. So does the run of the largest batch if the smaller batches were
-        measured but the command ended before it measured the largest.
+        A run that had not started returns to the plan. The run of the largest batch also returns to the plan if the
+        command measured all smaller batches but ended before it measured the largest.
         """
         self._ended(active)
         lines = tail(active.log)
@@ -374,7 +374,7 @@ class Runner:
         self.work.delete(_SUBMITTED + active.launch_id)
 
     def release(self, *runs: Run) -> None:
-        """Return profiling runs to the plan and cancel training runs; if the service is unreachable, leases expire."""
+        """Return profiling runs to the plan and cancel training runs; leave leases to expire if the service is down."""
         patch = RunPatch(state="pending", holder=self.holder)
         stopped = RunPatch(state="cancelled", holder=self.holder, message="The run was stopped before it finished.")
         for run in runs:
@@ -421,7 +421,7 @@ class Runner:
         return done.returncode == 0
 
     def _look_for_measurements(self, active: ActiveRun) -> None:
-        """Restart the time limit at a run's first measurement; print a note if a profiling run has long sent none."""
+        """Restart the time limit at a run's first measurement, or note that a profiling run has long sent none."""
         first, now = (*active.smaller, active.run)[0], self.clock()
         if active.has_measured:
             return

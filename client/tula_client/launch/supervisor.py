@@ -2,14 +2,14 @@
 
 This module runs as a script and imports only the standard library. On Linux it registers as the reaper of orphaned
 descendants (prctl PR_SET_CHILD_SUBREAPER), so that it can find ranks that torchrun moved to another session. Its
-standard input is a pipe from `tula`. The byte `s` stops the command, `d` stops it after every rank has printed its
-stack, and the end of the pipe, which means that `tula` has died, also stops it. The supervisor exits with the status of
-the command, or with 128 + n for signal n.
+standard input is a pipe from `tula`. The byte `s` stops the command, and `d` stops it after every rank has printed its
+stack. The command is also stopped at the end of the pipe, which means that `tula` has died. The supervisor exits with
+the status of the command, or with 128 + n for signal n.
 
 Stopping begins at the top of the process tree. At first only the command receives SIGTERM, as under a kubelet, because
 torchrun and srun forward the signal to ranks, and a rank that saves a checkpoint needs its data-loading processes. A
-process whose parent has ended also counts as a top. After half of the grace period, all remaining processes receive
-SIGTERM, and at the end of the grace period SIGKILL.
+process whose parent has ended is signalled together with the command. After half of the grace period, all remaining
+processes receive SIGTERM, and at the end of the grace period they receive SIGKILL.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def _preempted(active: ActiveRun, status: int) -> bool:
 
 
 def _begin(runner: Runner, job: Job, fresh: bool, reconfigure: bool, configuration: Configuration | None) -> _State:
-    """Return the state of the unfinished training, or of a new training if none is to be continued."""
+    """Return the state of the unfinished training to continue, or the state of a new training."""
     work, note = runner.work, runner.reporter.note
     state = None if fresh else work.load(_State, _STATE)
     if state is not None and not may_hold_files(work.checkpoints(state.training)):
@@ -182,7 +182,8 @@ def _learning_rate_factor(runner: Runner, job: Job, template: Template, configur
 def _steps_alike(one: Configuration, other: Configuration) -> bool:
     """Return True if the learning rate factors of two configurations are equal.
 
-    They are equal if the global batches are equal and either both configurations or neither divide the batch.
+    The factors are equal if the global batches are equal, and if both configurations or neither split the batch into
+    several local batches.
     """
     divided, also = (c.world_size * c.grad_accum_steps > 1 for c in (one, other))
     return one.global_batch_size == other.global_batch_size and divided == also

@@ -72,7 +72,7 @@ def to_measure_again(
 
     words: each is `failed`, `all`, a run's id, or nodes x local batch (x accumulation) as in `2x64`, which may be
     followed by option values as in `2x64,precision=bf16`. runs: the runs of the job, newest first. options: the options
-    of the job. The newest profiling run of a configuration decides whether it failed; `failed` and `all` skip
+    of the job. The newest profiling run of a configuration determines whether it failed; `failed` and `all` skip
     configurations whose newest run has not ended. Raises `UsageError` for any other word.
     """
     newest: dict[Configuration, Run] = {}
@@ -123,7 +123,7 @@ def named_configuration(
 
 
 def _chosen_options(pairs: Sequence[str], options: Mapping[str, Sequence[str]], where: str) -> Options:
-    """Return all options, given the chosen values as in `precision=bf16`.
+    """Return the value of every option, given chosen values such as `precision=bf16`.
 
     Raises `UsageError`, with `where` in the message, if a value is invalid.
     """
@@ -180,7 +180,7 @@ def cost_of_explaining(job: Job, configurations: Sequence[Configuration]) -> str
 
 
 def _difference(configuration: Configuration, job: Job) -> tuple[str, str]:
-    """Return the name and value of the only option of `configuration` that does not have its first value."""
+    """Return the name and value of the only option of `configuration` whose value is not the option's first value."""
     base = dict(job.spec.base_options)
     return next((name, word) for name, word in configuration.options if base[name] != word)
 
@@ -245,8 +245,8 @@ class _PlanLoop:
     def _count(self, active: ActiveRun, run: Run, outcome: Outcome) -> None:
         """Raise `LaunchError` if there are too many failures, or if the run used a configuration that was not planned.
 
-        A failure with option values other than the first does not count, since the service excludes these values from
-        the rest of the plan.
+        A failure with any option value other than the first is not counted, since the service excludes that value from
+        the remaining plan.
         """
         if run.configuration_mismatch is not None:  # every further run would measure the same wrong configuration
             raise LaunchError(

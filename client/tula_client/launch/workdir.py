@@ -87,7 +87,7 @@ class WorkDir:
             yield holder
 
     def log(self, launch_id: str) -> Path:
-        """Return the path of a launch's log; a file for each launch keeps the output of earlier launches apart."""
+        """Return the path of a launch's log; each launch has its own file, so that it keeps earlier output."""
         return self.path / "logs" / f"{launch_id}.log"
 
     def spool(self, run_id: str) -> Path:
@@ -99,7 +99,7 @@ class WorkDir:
         return self.path / ("checkpoints" if training == 1 else f"checkpoints-{training}")
 
     def next_training(self) -> int:
-        """Return the lowest number of a training run that has no checkpoints yet."""
+        """Return the lowest number of a training run for which there are no checkpoints yet."""
         return next(n for n in count(1) if not may_hold_files(self.checkpoints(n)))
 
     def scratch(self, run_id: str) -> Path:
@@ -114,7 +114,7 @@ class WorkDir:
         return path
 
     def load(self, kind: type[T], name: str) -> T | None:
-        """Return the state that was saved under `name`, or None if there is no valid one."""
+        """Return the state that was saved under `name`, or None if there is no valid state."""
         try:
             return TypeAdapter(kind).validate_python(json.loads((self.path / f"{name}.json").read_bytes()))
         except (OSError, ValueError):
