@@ -86,7 +86,7 @@ class Run(WireModel):
         "Seconds after which `tula run` ends a training run, computed from the remaining deadline and budget; null "
         'unless the job has `limits.on_breach = "stop"`.'
     )
-    drifted: bool = Field(False, description="Whether the run's speed has drifted from the prediction.")
+    drifted: bool = Field(False, description="Whether the run's speed differs from the prediction.")
     machine: HostFacts | None = optional(
         "Facts that the first rank reported about its script and host; null before that, and in lists of runs."
     )
@@ -448,7 +448,7 @@ class ModelSpec(WireModel):
     parameters: Annotated[int, Field(ge=1, le=2**50)] | None = optional("Number of trainable parameters.")
     flops_per_sample: Positive | None = optional("Floating-point operations per example, forward and backward.")
     precision: Precision | None = optional(
-        "Precision of most arithmetic, including `bf16` or `fp16` mixed with `fp32`."
+        "Precision of most arithmetic; `bf16` or `fp16` also if it is mixed with `fp32`."
     )
     activation_bytes_per_sample: Bytes | None = optional(
         "Bytes of activations that each additional example needs at the peak of a step; the service rejects 0."

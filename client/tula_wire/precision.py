@@ -27,9 +27,9 @@ MOST_TIMES: Final = 8
 def relative_error(step_times_s: Sequence[float], start_up_s: float = 0.0) -> float:
     """Return the half-width of a 95 % interval of the mean step time, relative to the mean.
 
-    The result is infinite if there are fewer than eight steps. It is also infinite until the steps have taken one
-    second and a tenth of `start_up_s`, the seconds before the first step, because measuring costs little compared with
-    a start-up and slow steps may be rare.
+    The result is infinite if there are fewer than eight steps. It is also infinite until the steps have taken at
+    least one second and at least a tenth of `start_up_s`, the seconds before the first step, because measuring costs
+    little compared with a start-up and slow steps may be rare.
     """
     count, total_s = len(step_times_s), math.fsum(step_times_s)
     if count < FEWEST_STEPS or total_s < max(_LEAST_S, _OF_START_UP * start_up_s):

@@ -125,7 +125,7 @@ class RunRecord(NewRun):
 
     @property
     def drifted(self) -> bool:
-        """Return True if the run's speed has been found to differ from the prediction."""
+        """Return True if the run's speed is known to differ from the prediction."""
         return self.drift_sentence is not None
 
     @property

@@ -51,7 +51,7 @@ class Settings(BaseSettings):
         "auto", description="Log format; auto is text on a terminal, else json."
     )
     read_only: bool = Field(False, description="Reject every change, and show the accuracy page without a token.")
-    trace: bool = Field(False, description="Export OpenTelemetry traces; requires the extra `otel`.")
+    trace: bool = Field(False, description="Export OpenTelemetry traces; needs the extra `otel` and OTEL_ variables.")
 
     @classmethod
     def read(cls, **flags: Any) -> Settings:

@@ -1,4 +1,4 @@
-"""The service's numbers of gradient scaling reach the optimizers of all ranks at one step; the script's own stay."""
+"""The service's gradient-scaling values reach the optimizers of all ranks at one step; the script's own stay."""
 
 from __future__ import annotations
 

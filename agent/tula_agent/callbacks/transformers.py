@@ -1,4 +1,7 @@
-"""Callback that runs the agent in Hugging Face transformers: `Trainer(callbacks=[TulaTrainerCallback()])`."""
+"""Callback that runs the agent in Hugging Face transformers.
+
+Usage: `Trainer(callbacks=[TulaTrainerCallback(dataset_size=...)])`.
+"""
 
 from __future__ import annotations
 

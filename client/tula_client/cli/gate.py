@@ -61,7 +61,8 @@ def gate(
     ] = None,
     pairs: Annotated[int, typer.Option(min=FEWEST_PAIRS, help="Number of launches of each revision.")] = 5,
     threshold: Annotated[
-        float, typer.Option(min=0, metavar="PERCENT", help="Exit with code 3 if steps are slower by more than this.")
+        float,
+        typer.Option(min=0, metavar="PERCENT", help="Exit with code 3 only if steps are slower by more than this."),
     ] = 2.0,
     markdown: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write the result as Markdown for a pull request comment.")

@@ -331,13 +331,14 @@ def recommend(
     objective: Annotated[Objective | None, typer.Option(help="Objective to use instead of the job's.")] = None,
     candidates: Annotated[bool, typer.Option("--candidates", help="Also print all candidates.")] = False,
     schedule: Annotated[
-        bool, typer.Option("--schedule", help="Print a schedule in which the batch grows, and the time that it saves.")
+        bool, typer.Option("--schedule", help="Instead, print a schedule in which the batch grows, and what it saves.")
     ] = False,
     target: Annotated[
         Target | None, typer.Option("--for", help="With --schedule: print only the schedule, in this program's format.")
     ] = None,
     beta2: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="With --schedule: beta2 at the base batch (default: 0.999).")
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="With --schedule: Adam's beta2 at the base batch (default: 0.999)."),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -247,6 +247,7 @@ def explain_choice(choice: Choice) -> str:
 def _least(choice: Choice) -> str:
     """Return the time of the fastest and the cost of the cheapest candidate as text, as minimum values for the limits.
 
+    Each value has the upper end of its interval, which decides whether a candidate meets a limit.
     Candidates that are excluded by the largest batch or by interruptions are ignored. If no candidates remain, the text
     is empty.
     """

@@ -25,7 +25,7 @@ MOST_TIMES = 16.0
 PARTS = 20
 """The number of equal parts into which a training run's examples are divided; a `NoiseCurve` has a value for each."""
 LEAST_COVERED = 0.9
-"""The share of a training run's examples that its telemetry must cover at least for a `NoiseCurve` with values."""
+"""The minimum share of a training run's examples that its telemetry must cover for its `NoiseCurve` to have values."""
 _AS_LOW, _LOST_POINTS = 1.05, 1.0
 _MEASURED_OPTIMIZERS = ("sgd", "momentum", "adam")
 _MIN_VALUES, _MIN_BLOCKS, _Z_90 = 8, 4, 1.6448536269514722

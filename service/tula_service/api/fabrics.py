@@ -15,7 +15,7 @@ router = APIRouter(route_class=JsonRoute, tags=["fabrics"], dependencies=[Depend
 
 @router.post(routes.FABRICS, status_code=201)
 def create_fabric(probe: FabricProbe, user: CurrentUser) -> Fabric:
-    """Store a probe, for use by the project's jobs on the same instance type."""
+    """Store a probe, for use by the project's jobs on equal hardware."""
     return fabrics.add(*user, probe)
 
 

@@ -20,9 +20,10 @@ from tula_wire.options import Options
 
 _NO_KNEE = KneeFinding(None, "no knee: there is no candidate within the limits.")
 _LEAST_CHANGED = (
-    "no candidate within the limits is clearly better, and it changes the fewest options among those as good."
+    "no candidate within the limits is clearly better, and it changes the fewest options among those that may be as "
+    "good."
 )
-_WORTH_A_SWITCH = 0.02  # a larger expected gain justifies a switch even if it may be noise, so no tie can cost more
+_WORTH_A_SWITCH = 0.02  # a larger expected gain justifies a switch even if it may be noise, so a tie costs at most this
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,9 @@ def recommend(
 
     `memory` has the memory model of each variant and is required if prices are per GB. `unavailable` candidates failed
     to run, and `doubtful` candidates may not fit into memory. A doubtful candidate is chosen only if there is no other,
-    and an unavailable candidate only if all candidates are unavailable. Options other than the base can only be chosen
-    for launches that have been measured. Raises ObservationError if a price is missing.
+    and an unavailable candidate only if all candidates are unavailable. A launch with options other than the base is
+    chosen before it has been measured only if no other launch is available. Raises ObservationError if a price is
+    missing.
     """
     estimates = price_candidates(candidates, model, goal, memory=memory)
     ineligible: frozenset[Configuration] = frozenset()

@@ -115,7 +115,9 @@ class Posterior:
         return mean + _shared_residual(self.start, points), variance
 
     def residual(self, points: Points) -> FloatArray:
-        """Return the expected residual of log step time from the form, shape (n,), without that of single points."""
+        """Return the expected deviation of log step time from the form, shape (n,).
+
+        The part that each measured point has to itself is not included."""
         of_members = [
             residual_covariance(points, self.points, member.scales) @ member.weights for member in self.members
         ]

@@ -33,8 +33,8 @@ from tula_wire.format import multiple
 from tula_wire.options import Options
 
 _NEARLY_BEST = 1.1
-"""`balanced` accepts a value up to 10 % above the best if the batch is smaller, which generalises better, or if there
-are fewer nodes.
+"""`balanced` accepts a value up to 10 % above the best for a smaller batch, which generalises better, or for fewer
+nodes with the same batch.
 """
 _KNEE_WITHIN = 3.0
 """The search for a knee ends at this multiple of the shortest time, because slower candidates would shift the knee

@@ -535,7 +535,9 @@ def _expected_gains(choice: Choice, runnable: Collection[Configuration]) -> dict
 
 
 def _shortest_steps(choice: Choice) -> dict[tuple[Configuration, bool], float]:
-    """Return the least plausible log step time of unmeasured estimates, in standard deviations from the mean, by key.
+    """Return the shortest plausible step times of unmeasured estimates, by key.
+
+    They are given as the distance of their logarithm from its mean, in standard deviations.
 
     More ranks only add communication, so a step is assumed to be no shorter than the mean for the same local batch on a
     smaller cluster, less two standard deviations. Without this assumption, the planner would launch large clusters in

@@ -173,7 +173,10 @@ class ResidualScales:
 
 
 RUN_NOISE: Final = ResidualScales().noise
-"""The standard deviation of one run's log step time, and the largest deviation of a measured point."""
+"""The standard deviation of one run's log step time.
+
+The uncertainty of a measured configuration is at most this, however far other configurations are from the form.
+"""
 _STRAYING, _STRAYING_SHARE = 3.5, 0.25
 """A quarter of the jobs is assumed to deviate 3.5 times as far from the form.
 

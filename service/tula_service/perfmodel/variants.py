@@ -32,7 +32,9 @@ from tula_wire.options import Options
 
 _OTHER_COMPUTE: Final = 0.5
 _OTHER_LINKS: Final = 0.25
-"""How much the compute and the communication of two variants of a job differ in shape, relative to two unknown jobs."""
+"""How much two variants of a job differ in the shape of compute (`_OTHER_COMPUTE`) and in all other parameters except
+the compute scale, as shares of the standard deviations of the generic prior.
+"""
 INTERACTION_SD: Final = 0.25
 """The standard deviation that each further switch adds to log compute time."""
 _LINKS_SD: Final = (

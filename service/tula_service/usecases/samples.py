@@ -97,7 +97,7 @@ def _parsed(cursor: str) -> SampleCursor:
 def _stop_advice(tx: Transaction, run: RunRecord) -> tuple[bool, str | None]:
     """Return whether a sender other than the agent should end the run, and why; refresh a profiling run's summary.
 
-    The agent ignores this advice, since it decides itself when to stop (`Profiling.ends`).
+    The agent decides itself when to stop (`Profiling.ends`), so it only uses whether the run has ended.
     """
     if run.state == "cancelled":
         return True, "The run was cancelled."

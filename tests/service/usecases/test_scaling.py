@@ -1,4 +1,4 @@
-"""Numbers of gradient scaling that users set are kept by job and policy, with a version."""
+"""The gradient-scaling values that users set are kept by job and policy, with a version."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ def _shade(axis: str, row: Row, named_at: str, **text: Any) -> list[Spec]:
 
 
 def _ruled(recommendation: Recommendation, batches: Sequence[int]) -> list[Row]:
-    """Return rows for the knee, and for the batch size above which the gradient noise makes more examples useless."""
+    """Return rows for the knee, and for the batch size above which more examples hardly improve a step."""
     at: dict[float, list[str]] = {}
     if recommendation.knee.found and recommendation.knee.global_batch_size:
         at.setdefault(recommendation.knee.global_batch_size, []).append("knee")
