@@ -266,12 +266,7 @@ class Children:
 
 def serve_forks(name: str, modules: Sequence[str]) -> None:
     """Fork a program for each line of each connection, until no connection is open."""
-    listening = socket.socket(socket.AF_UNIX)
-    try:
-        listening.bind(f"\0{name}")
-    except OSError:  # another process was faster
-        return
-    listening.listen(64)
+    listening = listen(name)
     for module in modules:
         importlib.import_module(module)
     know_files()
@@ -302,11 +297,23 @@ def serve_forks(name: str, modules: Sequence[str]) -> None:
                     link.sendall(f"{folder / str(pid)}\n".encode())
             else:
                 children.end(links.pop(link))
-                link.close()
+                if links:  # else it closes when the folder has been removed, for which `ForkServer.close` waits
+                    link.close()
         if not links:
             break
     listening.close()
     shutil.rmtree(folder)
+
+
+def listen(name: str) -> socket.socket:
+    """Return the socket of this parent; end this process if another parent has it."""
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        listening.bind(f"\0{name}")
+    except OSError:
+        sys.exit()
+    listening.listen(64)
+    return listening
 
 
 def read_line(link: socket.socket) -> bytes:
