@@ -24,7 +24,7 @@ from tula_wire.bounds import MAX_DURATION_S
 from tula_wire.format import duration, money
 
 CHECK_EVERY_STEPS = 50
-"""The number of steps between two projections against deadline and budget."""
+"""The number of steps between two projections of time and cost against the deadline and the budget."""
 
 _FROM_START_STEPS = 50
 _THRESHOLD = 30.0
@@ -32,7 +32,7 @@ _LARGEST_SCORE = 2.0
 _LEAST_HALF_WIDTH = 0.05
 _LEAST_CHANGE = 0.1  # of the expected step time
 _BLOCK = 50
-"""The number of steps whose mean is compared with the interval, since the sums grow slowly for a speed just outside."""
+"""The steps per block, whose mean is also tested, since the sums grow slowly for a speed just outside the interval."""
 _BYTES_PER_GB = 1e9
 _ADVICE = "To compare other configurations, run `tula predict JOB` or use the what-if on the job's page."
 

@@ -26,7 +26,7 @@ from tula_wire import Configuration
 from tula_wire.enums import Objective
 
 MODEL_VERSION = "step-time-15"
-"""The version of the equations and priors; as a part of every cache key and ledger entry, it must change with them."""
+"""The version of the equations and priors, in every cache key and ledger entry; increment it when either changes."""
 
 
 @dataclass(frozen=True)

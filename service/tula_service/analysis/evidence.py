@@ -47,7 +47,7 @@ _PROVING_STEPS = 3  # after three steps, the allocator has the blocks of every l
 _CONTEXT_SD = 0.7  # relative error of an assumed context
 _RESERVED_SD = 0.1  # of the logarithm of reserved over allocated memory, from 13 rows on an H100
 GROWING_SD = 0.02
-"""The same deviation for growing segments, with which the allocator reserved at most 2 % more than its peak."""
+"""The same standard deviation for growing segments; with these, the allocator reserved at most 2 % beyond its peak."""
 
 Measured = Sequence[tuple[Configuration, RunSummary]]
 Rows = Sequence[tuple[Configuration, MemoryReading | None]]

@@ -416,11 +416,11 @@ def _warnings(answer: Answer) -> list[str]:
                 )
     if not job_data.has_prices(spec):
         sentences.append(
-            "No price is known, so candidates are ranked by node-hours; set cluster.price to rank them by cost."
+            "No price is specified, so candidates are ranked by node-hours; set cluster.price to rank them by cost."
         )
     elif not answer.choice.goal.priced:
         sentences.append(
-            "The cost cannot be computed from a price per GB-hour before memory is known, so candidates are ranked by "
+            "A price per GB-hour cannot be applied before memory use is known, so candidates are ranked by "
             "node-hours and the budget is ignored; profile a configuration, or set model.activation_bytes_per_sample "
             "and model.parameters."
         )

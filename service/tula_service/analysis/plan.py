@@ -29,7 +29,7 @@ from tula_wire.jobs import ProfilingCost
 _DEFAULT_MAX_RUNS = 8
 _RUNS_WITH_OPTIONS, _RUNS_PER_OPTION, _RUNS_PER_FURTHER_TYPE = 4, 2, 2
 _START_UP_S = 30.0
-"""The seconds that a launch is assumed to take besides its steps, until a launch of the job has ended."""
+"""The assumed start-up time of a launch in seconds, used until a launch of the job has ended."""
 Span: TypeAlias = tuple[RunRecord, float, float]
 """A run with the times, in seconds since 1970, at which it began and ended."""
 

@@ -38,9 +38,9 @@ from tula_wire.format import duration, money, percent
 
 MOST_STAGES: Final = 4
 WORTH: Final = 0.02
-"""The share by which a schedule must improve the objective; a smaller gain is within the error of the predictions."""
+"""The minimum relative improvement of the objective by a schedule; smaller gains are within the prediction error."""
 RELAUNCH_S: Final = 120.0
-"""The assumed seconds from the end of a stage to the first step of the next, as in `SpotPrice.restart_s`."""
+"""The assumed seconds from the end of a stage to the first step of the next stage, as in `SpotPrice.restart_s`."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Turns a fitted model into a recommendation: predicts and prices all candidates, and chooses one by the objective."""
+"""Makes a recommendation from a fitted model: predicts and prices all candidates, and applies the objective."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class Exclusion:
 
 @dataclass(frozen=True)
 class Choice:
-    """A recommendation and the estimates from which it was chosen; `chosen` is None if none is within the limits.
+    """A recommendation and the estimates considered; `chosen` is None if no estimate is within the limits.
 
-    `estimates` has all candidates in their order, first on demand and then on spot capacity; `ineligible` candidates
-    could not be chosen. `excluded` has every limit that a candidate exceeds; the first limit of a candidate is the
-    decisive one. `within_limits_is_likely` is False if every candidate might exceed a limit; the chosen candidate is
-    then the one least likely to do so. `best_is_excluded` is True if the deadline or the budget excludes the candidate
-    that would otherwise have been chosen. `merit` is the end of a sentence that says why the chosen candidate is best.
-    `expected_best` is the candidate that the objective ranks first; another candidate is chosen only if it changes
-    fewer options and may be as good. `menu` has up to five estimates on the frontier of the candidates that the
-    objective may choose, fastest first, including the chosen one.
+    `estimates` contains all candidates in their order, first on demand and then on spot capacity; `ineligible`
+    candidates could not be chosen. `excluded` contains every limit that a candidate exceeds; the first limit listed for
+    a candidate is the decisive one. `within_limits_is_likely` is False if every candidate might exceed a limit; the
+    chosen candidate is then the one least likely to do so. `best_is_excluded` is True if the deadline or the budget
+    excludes the candidate that would otherwise have been chosen. `merit` is the end of a sentence that says why the
+    chosen candidate is best. `expected_best` is the candidate that the objective ranks first; another candidate is
+    chosen only if it changes fewer options and may be equally good. `menu` contains up to five estimates on the
+    frontier of the candidates that the objective may choose, fastest first, including the chosen one.
     """
 
     estimates: tuple[Estimate, ...]
@@ -71,7 +71,7 @@ class Choice:
 
     @functools.cached_property
     def knee(self) -> KneeFinding:
-        """Return the knee of the frontier, computed on first use because most choices of a plan need none."""
+        """Return the knee of the frontier, computed on first use because planning rarely needs it."""
         return find_knee(self.frontier) if self.frontier else _NO_KNEE
 
     @property
@@ -90,7 +90,7 @@ def recommend(
     unavailable: Collection[Configuration] = (),
     doubtful: Collection[Configuration] = (),
 ) -> Choice:
-    """Return the choice among the candidates that users see and that the planner verifies.
+    """Return the choice among the candidates, which is shown to users and verified by the planner.
 
     `memory` has the memory model of each variant and is required if prices are per GB. `unavailable` candidates failed
     to run, and `doubtful` candidates may not fit into memory. A doubtful candidate is chosen only if there is no other,
@@ -160,9 +160,9 @@ def price_candidates(
 def choose(goal: Goal, estimates: Sequence[Estimate]) -> Choice:
     """Return the best candidate for the goal's objective within its limits.
 
-    A candidate with changed options must be clearly better than candidates with fewer changes. Two values are a tie if
-    they differ by at most 2 % and the 90 % interval of their ratio, without the noise of a run, includes 1. Among the
-    options that tie with the best value, those nearest to today's are chosen.
+    A candidate with changed options must be clearly better than candidates with fewer changes. Two values are tied if
+    they differ by at most 2 % and the 90 % interval of their ratio, excluding the noise of a run, includes 1. Among the
+    options tied with the best value, the options with the fewest changes from the current script are chosen.
 
     A candidate meets the deadline and the budget only if the upper end of its 90 % interval does, so it rarely exceeds
     them. If no candidate meets them, the one whose mean meets them by the widest margin is chosen, and
@@ -205,7 +205,7 @@ def choose(goal: Goal, estimates: Sequence[Estimate]) -> Choice:
 
 
 def _least_changed(goal: Goal, allowed: Sequence[Estimate], best: Estimate) -> Estimate:
-    """Return the best estimate of the options nearest to today's, among the options that may be as good as the best."""
+    """Return the best estimate with the fewest changed options, among the options that may be as good as the best."""
     alike = defaultdict[Options, list[Estimate]](list)
     for estimate in allowed if goal.options else ():
         alike[estimate.configuration.options].append(estimate)
@@ -215,8 +215,8 @@ def _least_changed(goal: Goal, allowed: Sequence[Estimate], best: Estimate) -> E
     values: dict[Options, Interval] = {}
     for options, estimates in ranked.items():
         least = min(estimates, key=lambda e: goal.value(e).expected)
-        # Each interval is narrowed to the noise of a run at most, since an unmeasured value is not a tie merely because
-        # its interval is wide: a run will verify it.
+        # An unmeasured value is not tied merely because its interval is wide, since a run will verify the value. Each
+        # interval is therefore narrowed to at most the noise of a run.
         values[options] = least.narrowed(goal.value(least), min(least.known_sd, RUN_NOISE))
 
     def is_clearly_worse(options: Options) -> bool:
@@ -233,7 +233,7 @@ def _hard(excluded: Sequence[Exclusion]) -> set[tuple[Configuration, bool]]:
 
 
 def _breaches(estimate: Estimate, limits: Limits) -> list[Exclusion]:
-    """Return every limit that a candidate exceeds, first those that even its mean exceeds."""
+    """Return every limit that a candidate exceeds, starting with the limits that even its mean exceeds."""
     batch, most = estimate.configuration.global_batch_size, limits.max_global_batch_size
     broken = []
     if most is not None and batch > most:

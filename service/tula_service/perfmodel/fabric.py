@@ -1,4 +1,4 @@
-"""Models the links between ranks as measured by a probe: an all-reduce of s bytes takes alpha + beta s seconds."""
+"""Models the links between ranks from a probe's measurements: an all-reduce of s bytes takes alpha + beta s seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tula_service.perfmodel.step_time_form import AT
 
 _LEAST_SD = 0.05
 _WEAK_SD = 5.0
-"""The prior standard deviation of log alpha and log beta, for a parameter that the probed sizes do not determine."""
+"""The prior standard deviation of log alpha and log beta, used if the probed sizes do not determine a parameter."""
 _INTERVAL_DOF = 10.0
 _MOST_BUCKETS = 100_000
 BUCKET_BYTES = 25 * 2**20
@@ -56,8 +56,8 @@ class AllReduceCost:
 
         The all-reduce has `messages` messages with `size_bytes` bytes in total. A ring of N ranks takes 2 (N - 1) hops
         of s / N bytes each, and the probe measured `probed` ranks. If `ranks` equals `probed`, the result is also
-        corrected by the probe's deviation from the line alpha + beta s, interpolated between the sizes next to this
-        one. The line can deviate because it adds times that may overlap.
+        corrected by the probe's deviation from the line alpha + beta s, interpolated between the nearest probed sizes.
+        Probes can deviate from the line because it adds times that may overlap.
         """
         hops = (ranks - 1) / (probed - 1)
         parts = np.exp(self.mean) * [messages * hops, size_bytes * hops * probed / ranks]
@@ -103,9 +103,9 @@ class Fabric:
         return self.all_ranks.ring(probed, nodes * ranks, messages, size_bytes)
 
     def between(self, nodes: int, ranks: int, size_bytes: float, messages: int = 1) -> tuple[float, float]:
-        """Return how many seconds longer a collective across nodes takes than `within`, with the sd of their logarithm.
+        """Return the additional seconds of a collective across nodes compared with `within`, and the sd of their log.
 
-        There are `nodes` nodes of `ranks` ranks each.
+        The collective is across `nodes` nodes of `ranks` ranks each.
         """
         whole, log_sd = self.whole(nodes, ranks, size_bytes, messages)
         inner = self.within(ranks, size_bytes, messages)
@@ -116,9 +116,9 @@ class Fabric:
 def fit_all_reduce(size_bytes: Sequence[float], time_s: Sequence[float], relative_sd: Sequence[float]) -> AllReduceCost:
     """Return alpha and beta, fitted by Huber's loss on log seconds.
 
-    The readings are weighted by the relative errors of their medians, `relative_sd`. Each reading is assumed to have an
-    error of at least 5 %, because communication libraries change their algorithm with the size, and both parameters
-    become more uncertain if the readings do not fit the line. Raises ObservationError unless sizes and times are
+    The readings are weighted by `relative_sd`, the relative errors of their medians. Each reading is assumed to have an
+    error of at least 5 %, because communication libraries choose their algorithm by message size. Both parameters
+    become more uncertain if the readings deviate from the line. Raises ObservationError unless sizes and times are
     positive.
     """
     from scipy.optimize import least_squares  # imported here because most service processes never fit a probe
@@ -146,14 +146,14 @@ class Buckets:
     """The gradient buckets of a step; `size_bytes`, shape (n,), has their sizes in the order of reduction.
 
     `ready_s`, shape (n,), has the seconds from the start of the step until each bucket was complete, timed at one local
-    batch. If it is None, it is unknown how much of the communication is hidden.
+    batch. If `ready_s` is None, the amount of hidden communication is unknown.
     """
 
     size_bytes: FloatArray
     ready_s: FloatArray | None = None
 
     def __post_init__(self) -> None:
-        """Raise ObservationError unless all sizes and times are positive and any times have the length of the sizes."""
+        """Raise ObservationError unless sizes and times are positive and, if both exist, equal in number."""
         object.__setattr__(self, "size_bytes", column("bucket bytes", self.size_bytes, above=0.0))
         if self.ready_s is not None:
             ready = column("ready_s", self.ready_s, self.size_bytes.size, above=0.0)
@@ -163,7 +163,8 @@ class Buckets:
     def of(cls, gradient_bytes: float) -> Buckets:
         """Return `gradient_bytes` divided equally into buckets of at most 25 MiB.
 
-        More than 2.6 TB are divided into 100,000 larger buckets, since latency is then negligible.
+        If this would require more than 100,000 buckets (2.6 TB), 100,000 larger buckets are used, since latency is then
+        negligible.
         """
         number = min(max(math.ceil(gradient_bytes / BUCKET_BYTES), 1), _MOST_BUCKETS)
         return cls(np.full(number, gradient_bytes / number))
@@ -183,12 +184,12 @@ class Buckets:
 def nearest_form(
     buckets: Buckets, fabric: Fabric, nodes: FloatArray, ranks_per_node: int, mean: FloatArray, sd: FloatArray
 ) -> FloatArray:
-    """Return the three communication parameters with which the form is nearest to simulated steps, shape (3,).
+    """Return the three communication parameters, shape (3,), for which the form best matches simulated steps.
 
-    They are the log seconds of the collective between two nodes, its growth with the nodes, and log(g - 1). `mean` and
-    `sd`, shape (3,), describe them before the simulation. The simulation reduces a bucket once it is complete and the
+    The parameters are the log seconds of the collective between two nodes, its growth with the nodes, and log(g - 1).
+    `mean` and `sd`, shape (3,), are their prior. The simulation reduces a bucket once the bucket is complete and the
     previous bucket has been reduced; communication after the end of the backward pass is exposed. The simulated steps
-    have half to four times the timed compute time, as for other local batches.
+    have 0.5 to 4 times the timed compute time, to represent other local batches.
     """
     from scipy.optimize import least_squares
 
@@ -212,12 +213,13 @@ def nearest_form(
 def with_fabric(
     prior: StepTimePrior, fabric: Fabric, *, buckets: Buckets, max_nodes: int, ranks_per_node: int
 ) -> StepTimePrior:
-    """Return `prior` with its collectives replaced by a probe of the same nodes wherever the probe is more certain.
+    """Return `prior`, with collectives taken from a probe of the same nodes wherever the probe is more certain.
 
     A step reduces `buckets` by a ring of N ranks in T(N) seconds, the sum of alpha(N) + beta(N) * bytes over the
-    buckets. s_inter and k_inter come from the line through log T over log n/2 for 2 to `max_nodes` nodes; s_intra is T
-    for one node with the job's ranks. Both are stored in seconds, so measured compute times do not change them. If the
-    buckets were timed, the line and g come from `nearest_form`. The basis of the prior does not change.
+    buckets. s_inter and k_inter come from a line fitted to log T over log n/2 for 2 to `max_nodes` nodes; s_intra is T
+    for one node with the job's ranks. s_inter and s_intra are stored in seconds, so that measured compute times do not
+    change them. If the buckets were timed, the line and g come from `nearest_form`. The basis of the prior does not
+    change.
     """
     mean, sd = prior.mean.copy(), prior.sd.copy()
     in_seconds = set(prior.in_seconds)

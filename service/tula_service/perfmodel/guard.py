@@ -1,6 +1,6 @@
-"""Decides which global batches keep the accuracy of the base batch, by bounds on the number of steps and the noise.
+"""Decides which global batches keep the base batch's accuracy, using bounds on the number of steps and on the noise.
 
-S(B) = floor(E D / B) is the number of steps of the whole training, b is the base batch and N the gradient noise scale.
+S(B) = floor(E D / B) is the number of steps of the whole training, b is the base batch, and N the gradient noise scale.
 A batch B is allowed if
 
     B <= b,   or   S(B) >= S0  and  ( B <= k (N + 2 b)   if N is known,
@@ -9,9 +9,9 @@ A batch B is allowed if
 
 In 271 training runs of five small networks, the number of steps predicted a loss of more than one accuracy point far
 better than the noise scale did. None of 13 pairs of network and epochs lost more than one point with these constants,
-but 12 did without them. The constants depend on the rule by which training scales its steps. Of the networks that were
-not used to choose the constants, one lost 2.3 ± 1.1 points. `docs/gradient-scaling.md` has the details. Long training
-runs can keep the accuracy far beyond the noise scale: ResNet-50 on ImageNet keeps it at 8,192 examples and 14,000 steps
+but 12 did without them. The constants depend on the rule that scales the training steps. Of the networks that were not
+used to choose the constants, one lost 2.3 ± 1.1 points. `docs/gradient-scaling.md` has the details. Long training runs
+can keep the accuracy far beyond the noise scale: ResNet-50 on ImageNet keeps it at 8,192 examples and 14,000 steps
 (Goyal et al. 2017). For long runs, a batch beyond the noise scale therefore only causes a warning.
 """
 
@@ -32,8 +32,8 @@ _SMALL_FLOAT: Final = 1e-9
 class GuardConstants:
     """The constants S0, k and q of the module's equation, measured with one training rule.
 
-    lost: pairs of a number of steps, and the mean loss of accuracy in points of training runs with fewer steps,
-    compared with the base batch.
+    lost: pairs of a number of steps and a loss in accuracy points, which is the mean over training runs with fewer
+    steps, relative to the base batch.
     """
 
     least_steps: int
@@ -72,7 +72,7 @@ class AccuracyGuard:
         return self.constants.noise_factor * (self.noise_scale + 2.0 * self.base_batch_size)
 
     def allows(self, global_batch_size: int) -> bool:
-        """Return True if training with this many examples per step should keep the accuracy of the base batch."""
+        """Return True if training with this many examples per step should keep the base batch's accuracy."""
         if global_batch_size <= self.base_batch_size:
             return True
         steps = self.steps(global_batch_size)
@@ -81,7 +81,7 @@ class AccuracyGuard:
         return steps >= LONG_STEPS or self.within_noise(global_batch_size)
 
     def within_noise(self, global_batch_size: int) -> bool:
-        """Return True if the noise supports the batch or, if the noise is unknown, if there are enough steps."""
+        """Return True if the noise supports the batch or, when the noise is unknown, if there are enough steps."""
         if self.supported is not None:
             return global_batch_size <= self.supported
         ratio = global_batch_size / self.base_batch_size

@@ -11,7 +11,7 @@ from scipy import special
 from tula_service.perfmodel.points import FloatArray
 
 LEVEL = 0.9
-"""The share of measurements that a prediction interval should contain."""
+"""The fraction of measurements that should lie inside their prediction intervals."""
 
 _SDS_TO_THE_END = 1.7  # between 1.645 for a normal distribution and 1.81 for Student's t with ten degrees of freedom
 _WIDEST_SD = 1.0
@@ -20,7 +20,7 @@ WIDEST_LOG = 50.0  # a factor of 5e21, which means "unknown", and whose products
 
 @dataclass(frozen=True)
 class Interval:
-    """A predicted value, which is a median although it is named `mean`, with the ends of its prediction interval."""
+    """A predicted value with its prediction interval; the field `mean` contains the median."""
 
     mean: float
     low: float
@@ -28,14 +28,14 @@ class Interval:
 
     @property
     def log_sd(self) -> float:
-        """Return the standard deviation of the value's logarithm, computed from the upper end."""
+        """Return the standard deviation of the value's logarithm, computed from the interval's upper end."""
         if not (self.mean > 0.0 and math.isfinite(self.high)):
             return 0.0
         return max(math.log(self.high / self.mean) / _SDS_TO_THE_END, 0.0)
 
     @property
     def expected(self) -> float:
-        """Return the expected value of a log-normal variable with the median `mean`, which grows with its deviation."""
+        """Return the expected value of the log-normal distribution, which is at least the median `mean`."""
         return self.mean * math.exp(0.5 * min(self.log_sd, _WIDEST_SD) ** 2)
 
     def scaled(self, factor: float) -> Interval:
@@ -43,11 +43,11 @@ class Interval:
         return Interval(self.mean * factor, self.low * factor, self.high * factor)
 
     def plus(self, other: Interval) -> Interval:
-        """Return the sum of two values, conservatively assuming errors in the same direction."""
+        """Return the sum of two values, conservatively assuming that their errors have the same direction."""
         return Interval(self.mean + other.mean, self.low + other.low, self.high + other.high)
 
     def times(self, other: Interval) -> Interval:
-        """Return the product of two positive values, conservatively assuming errors in the same direction."""
+        """Return the product of two positive values, conservatively assuming that errors have the same direction."""
         return Interval(self.mean * other.mean, self.low * other.low, self.high * other.high)
 
     def over(self, other: Interval) -> Interval | None:

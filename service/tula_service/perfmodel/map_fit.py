@@ -1,7 +1,7 @@
-"""Fits the form `overlap` and its residual process by maximum a posteriori estimation, averaged over hypotheses.
+"""Fits the form `overlap` and its residual process by maximum a posteriori estimation, averaging over hypotheses.
 
-The hypotheses differ in the scales of the residual process. The caller merges repeated measurements of a configuration
-before the fit.
+The hypotheses differ in the scales of the residual process. The caller must merge repeated measurements of a
+configuration before the fit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _COMPUTE_NOISE = 0.07  # standard deviation of log compute time and of log optim
 
 @dataclass(frozen=True)
 class Targets:
-    """The targets of a fit: log step times, log compute times, and logs of the once-per-step part; NaN means unknown.
+    """The targets of a fit: logarithms of step time, compute time and the once-per-step part; NaN means unknown.
 
     `noise_variance` is the run-to-run variance of a row divided by its number of runs, plus the squared relative error
     within the runs.
@@ -57,7 +57,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Member:
-    """The fit under one hypothesis: mean and covariance of theta, and the residual process at the measured points."""
+    """The fit under one hypothesis: the mean and covariance of theta, and the residuals at the measured points."""
 
     theta: FloatArray
     covariance: FloatArray
@@ -86,10 +86,11 @@ class Member:
 
 @dataclass(frozen=True)
 class Posterior:
-    """A mixture of the members, weighted by how well they explain the measurements, with all that prediction needs.
+    """A mixture of members, each weighted by how well it explains the measurements.
 
-    `prior` is the prior of the fit; if it had no compute scale c, c comes from the data. `start` is the posterior of
-    the nearest measured variant of the same instance type: half of its residual is expected of this variant, too.
+    `prior` is the prior of the fit; if the prior did not include a compute scale c, c comes from the data. `start` is
+    the posterior of the nearest measured variant of the same instance type; half of that variant's residual is expected
+    to apply to this variant as well.
     """
 
     prior: StepTimePrior
@@ -102,7 +103,7 @@ class Posterior:
 
     @property
     def leading(self) -> Member:
-        """Return the member with the largest weight, whose parameters are used where one member must be chosen."""
+        """Return the member with the largest weight, whose parameters are used where only one member can be used."""
         return self.members[int(np.argmax(self.member_weights))]
 
     def predict(self, points: Points) -> tuple[FloatArray, FloatArray]:
@@ -126,8 +127,8 @@ class Posterior:
     def predict_step(self, points: Points) -> LogStepTimes:
         """Return the predicted measurement of one run at each of n points.
 
-        The compute and communication terms are the leading member's, scaled by the ratio of the mean step time to its
-        step time.
+        The compute and communication terms come from the leading member, and are scaled by the ratio of the mean step
+        time to the leading member's step time.
         """
         mean, variance = self.predict(points)
         factor = float(self.member_weights @ [member.variance_factor for member in self.members])
@@ -144,14 +145,14 @@ class Posterior:
         )
 
     def as_prior(self) -> StepTimePrior:
-        """Return a prior for the job's other variants: mean and covariance of theta over all members."""
+        """Return a prior for the job's other variants: the mean and covariance of theta over all members."""
         return self._moments([member.covariance * member.variance_factor for member in self.members])
 
     def without_prior(self) -> StepTimePrior:
         """Return the posterior of this job's measurements with the generic prior, from which later jobs can learn.
 
         The prior of the fit is divided out. Otherwise, a job that only used one GPU would pass on other jobs' results
-        about networks, which would then be counted again as measurements. The misfit of the job changes only the
+        about communication, which would then be counted again as measurements. The misfit of the job changes only the
         deviations of parameters that it measured.
         """
         own, generic, in_seconds = self._moments([m.covariance for m in self.members]), generic_prior(), _IN_SECONDS
@@ -167,7 +168,8 @@ class Posterior:
     def _moments(self, covariances: Sequence[FloatArray]) -> StepTimePrior:
         """Return a prior with the mean and covariance of theta over all members, given the covariance of each.
 
-        The deviations of the collectives are for their times in seconds, which are better known than their ratios to c.
+        The deviations of the collectives refer to times in seconds, which are known more accurately than their ratios
+        to c.
         """
         thetas = np.array([member.theta for member in self.members])
         mean = self.member_weights @ thetas
@@ -187,12 +189,12 @@ class Posterior:
 
 
 def _shared_residual(start: Posterior | None, points: Points) -> FloatArray:
-    """Return the residual that a variant has in common with the one from which it starts, shape (n,)."""
+    """Return the residual, shape (n,), that a variant shares with the variant from which its fit starts."""
     return np.zeros(len(points)) if start is None else _SHARED_RESIDUAL * start.residual(points)
 
 
 def build_targets(observations: StepTimeObservations, repeats: FloatArray, scales: ResidualScales) -> Targets:
-    """Return the targets of the fit, shape (n,); the mean of `repeats` runs has 1 / `repeats` of a run's variance."""
+    """Return the targets of the fit, shape (n,); a mean of `repeats` runs has 1 / `repeats` of a run's variance."""
     compute = np.where(
         np.isfinite(observations.compute_time_s),
         observations.compute_time_s,
@@ -211,7 +213,7 @@ def build_targets(observations: StepTimeObservations, repeats: FloatArray, scale
 
 
 def prior_posterior(prior: StepTimePrior, reference_batch_size: float, start: Posterior | None = None) -> Posterior:
-    """Return a posterior without measurements, which is equal to the prior."""
+    """Return the posterior without any measurements, which is equal to the prior."""
     none = np.zeros(0)
     member = Member(
         theta=prior.mean,
@@ -272,8 +274,9 @@ def _fit_member(
     """Return the Laplace approximation around the maximum a posteriori estimate; the search starts at `theta`.
 
     `shared` is the covariance of the residuals under `scales`, shape (n, n), without the part that each point has to
-    itself. A point is an outlier if it lies more than three standard deviations from its prediction from the other
-    points; an outlier influences no other prediction. At most one point in ten is treated as an outlier, worst first.
+    itself. A point is an outlier if it is more than three standard deviations away from its prediction based on all
+    other points; outliers do not influence the predictions of other points. At most one point in ten is treated as an
+    outlier, starting with the worst.
     """
     measured = targets.log_step.size
     own = np.full(measured, scales.own**2)
@@ -316,9 +319,9 @@ def _levenberg_marquardt(
     whitener: FloatArray,
     reference: float,
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return theta at the posterior's maximum, and there the whitened residuals and their derivatives by theta.
+    """Return theta at the maximum of the posterior, with the whitened residuals and their derivatives by theta there.
 
-    The residuals are in this order: log step times, log compute times, logs of the once-per-step part, and the prior.
+    The residuals are in the following order: log step times, log compute times, logs of the once-per-step part, prior.
     """
     from scipy.optimize import leastsq  # imported here because it slows the start of the service
 

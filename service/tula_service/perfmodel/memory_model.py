@@ -3,10 +3,10 @@
     M(b) = max(M_static + k b, M_2 + k_2 b)
 
 M_static is the memory of parameters, gradients and optimizer state; k is the memory of the activations and inputs of
-one example. There are two lines because the memory at different moments of a step grows at different rates, and the
-peak is their maximum. The first line is a weighted fit to readings and to counted bytes. The second line passes through
-two readings at large batches, and is used if they rise faster than the first line. `tula_wire.memory` has the formula
-that the agent evaluates.
+one example. There are two lines because memory use grows at different rates at different moments of a step, and the
+peak is the maximum over these moments. The first line is a weighted fit to readings and to counted bytes. The second
+line passes through two readings at large batches, and is used if these readings rise faster than the first line.
+`tula_wire.memory` has the formula that the agent evaluates.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _NORMAL_END = float(special.ndtri(0.5 + LEVEL / 2.0))
 
 @dataclass(frozen=True)
 class MemoryObservations:
-    """Readings and counted bytes of one rank's memory in one variant.
+    """Readings and counted bytes of one rank's memory use for one variant.
 
     `local_batch_size` and `peak_bytes`, shape (n,), are the readings. `out_of_memory_batch_sizes`, shape (m,), are the
     local batches that did not fit into `capacity_bytes`. `static_bytes` is the counted memory that does not grow with
-    the batch (parameters, gradients, optimizer state), and `static_sd` its relative error. `bytes_per_sample` is the
-    counted memory of the activations and inputs of one example; the fit assumes that the device needs 10 % more. None
-    means "not counted".
+    the batch (parameters, gradients, optimizer state), and `static_sd` is the relative error of this count.
+    `bytes_per_sample` is the counted memory of the activations and inputs of one example; the fit assumes that the
+    device needs 10 % more. None means "not counted".
     """
 
     local_batch_size: FloatArray | Sequence[float] = ()
@@ -71,7 +71,7 @@ class MemoryObservations:
 
 @dataclass(frozen=True)
 class Shards:
-    """Static memory that is divided among the ranks (ZeRO, FSDP), as the total bytes of all shards.
+    """The static memory that is divided among the ranks (ZeRO, FSDP), as the total size of all shards in bytes.
 
     The fitted lines are for `most_ranks` ranks.
     """
@@ -80,13 +80,13 @@ class Shards:
     most_ranks: int = 1
 
     def extra_bytes(self, world_size: int) -> float:
-        """Return how many more bytes a rank needs with `world_size` ranks than with `most_ranks`, at least 0."""
+        """Return the additional bytes (at least 0) of a rank for `world_size` instead of `most_ranks` ranks."""
         return self.total_bytes * max(0.0, 1.0 / world_size - 1.0 / self.most_ranks)
 
 
 @dataclass(frozen=True)
 class Beside:
-    """The device memory that is used besides the measured peaks.
+    """The device memory that is used in addition to the measured peaks.
 
     `context_bytes` is the memory of the device context and the communicators, which predictions include but readings
     and lines do not; `context_sd_bytes` is its standard deviation. `reserved` is the ratio of reserved to allocated
@@ -102,7 +102,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """The two fitted lines; `notes` has warnings about doubtful or missing readings.
+    """The two fitted lines; `notes` contains warnings about doubtful or missing readings.
 
     The first line is `static_bytes` plus `bytes_per_sample` per example, with a (2, 2) `covariance`. `upper` is the
     second line, as (bytes, bytes per example). `failed_from` is the smallest local batch that ran out of memory.
@@ -125,7 +125,7 @@ class MemoryModel:
         return Interval(mean, mean / width, mean * width)
 
     def fits(self, local_batch_size: float, capacity_bytes: float) -> float:
-        """Return the probability that a local batch fits into the capacity; 0 if it or a smaller batch has failed."""
+        """Return the probability that a local batch fits into memory, or 0 if this or a smaller batch has failed."""
         if local_batch_size >= self.failed_from:
             return 0.0
         allocated, sd = self._allocated(local_batch_size)
@@ -136,13 +136,13 @@ class MemoryModel:
     def max_local_batch_size(self, capacity_bytes: float, *, safety_probability: float = 0.95) -> int:
         """Return the largest local batch that fits with at least this probability, or 0 if not even one example fits.
 
-        Two per cent of the capacity are reserved for the allocator.
+        Two per cent of the capacity is reserved for the allocator.
         """
         batches = range(1, _LARGEST_BATCH)
         return bisect_left(batches, True, key=lambda b: self.fits(b, capacity_bytes) < safety_probability)
 
     def _allocated(self, local_batch_size: float) -> tuple[float, float]:
-        """Return the bytes on the higher line, and the standard deviation of the whole peak including the context."""
+        """Return the bytes on the higher line, and the standard deviation of the peak including the context."""
         row = np.array([1.0, local_batch_size])
         lines = (self.static_bytes, self.bytes_per_sample), self.upper
         allocated = max(1.0, *(static + slope * local_batch_size for static, slope in lines))
@@ -163,10 +163,10 @@ def predict_peaks(
 
 
 def switched(model: MemoryModel, start: Options, options: Options) -> MemoryModel:
-    """Return the model of an unmeasured variant with `options`, given the model of the variant with options `start`.
+    """Return the model of an unmeasured variant with `options`, derived from the model of the variant with `start`.
 
-    The static bytes stay the same. The bytes per example change by the assumed effects of the switches between the two
-    variants.
+    The static bytes stay the same. The bytes per example are multiplied by the assumed effects of the switches between
+    the two variants.
     """
     effects = [believed_effect(switch) for switch in switches(start, options)]
     factor = math.exp(sum(effect.memory for effect in effects))
@@ -184,17 +184,17 @@ def switched(model: MemoryModel, start: Options, options: Options) -> MemoryMode
 def fit_memory(observed: MemoryObservations, *, shards: Shards = Shards(), beside: Beside = Beside()) -> MemoryModel:
     """Return the lines fitted to the readings, to counted bytes, and to batches that ran out of memory.
 
-    Counted static bytes are treated as a reading at a batch of 0. If they were not counted, they are assumed to be 0.7
-    of the smallest reading, with a standard deviation of the same size. After readings at only one batch, the growth
-    with the batch is then undetermined, and the model has a note. A batch that ran out of memory is treated as a
-    reading of the full capacity if the line predicts less. The readings and counted bytes are those of one of
-    `shards.most_ranks` ranks, and do not include the context of `beside`. Raises ObservationError if there is neither a
-    reading nor a value of bytes per sample.
+    Counted static bytes are treated as a reading at a batch of 0. If the static bytes were not counted, they are
+    assumed to be 0.7 of the smallest reading, with a standard deviation of the same size. If there are also readings at
+    only one batch, the growth with the batch is undetermined, and the model has a note. A batch that ran out of memory
+    is treated as a reading of the full capacity if the line predicts less. Readings and counted bytes are for one of
+    `shards.most_ranks` ranks, and do not include the context of `beside`. Raises ObservationError if there are no
+    readings and the bytes per sample are unknown.
     """
     batches, peaks, notes = _usable(observed)
     static, counted = observed.static_bytes, observed.bytes_per_sample
     if batches.size == 0 and counted is None:
-        raise ObservationError("no memory was measured; profile one configuration or provide the bytes per sample.")
+        raise ObservationError("no memory use was measured; profile one configuration or provide the bytes per sample.")
     read = zip(batches.tolist(), peaks.tolist(), _reading_sds(peaks).tolist(), strict=True)
     rows: list[tuple[float, float, float, float]] = [(1.0, *reading) for reading in read]
     if counted is not None:
@@ -229,16 +229,17 @@ def fit_memory(observed: MemoryObservations, *, shards: Shards = Shards(), besid
 def _reading_sds(peaks: FloatArray) -> FloatArray:
     """Return the standard deviation of each reading, shape (n,).
 
-    It combines a share of the reading itself with a share of the smallest reading for the work space of kernels.
+    The standard deviation combines a share of the reading with a share of the smallest reading, which represents the
+    kernels' work space.
     """
     return np.hypot(_READING_SD * peaks, _WORK_SPACE_SD * peaks.min()) if peaks.size else peaks
 
 
 def _upper_line(batches: FloatArray, peaks: FloatArray, slope_of_all: float) -> tuple[float, float]:
-    """Return (bytes, bytes per example) of the line through the readings at two large batches.
+    """Return the line, as (bytes, bytes per example), through the readings at two large batches.
 
-    These are the largest batch and the largest of at most half its size. The result is (0, 0) unless there is a third,
-    smaller batch and the line rises clearly faster than the line through all readings.
+    The two are the largest batch, and the largest batch of at most half that size. The result is (0, 0) unless there is
+    a third, smaller batch and the line rises clearly faster than the line through all readings.
     """
     read = {batch: float(np.median(peaks[batches == batch])) for batch in np.unique(batches).tolist()}
     halves = [batch for batch in read if 2.0 * batch <= max(read)]
@@ -254,7 +255,8 @@ def _weighted_line(rows: Sequence[tuple[float, float, float, float]]) -> tuple[F
     """Return the non-negative pair (static bytes, bytes per example) that fits the rows best, and its covariance.
 
     A row is (factor of static bytes, factor of bytes per example, value, standard deviation). The weights come from
-    Student's t with one degree of freedom, which gives an outlier among three rows the least weight.
+    Student's t distribution with one degree of freedom, so that an outlier among three rows receives the smallest
+    weight.
     """
     from scipy.optimize import nnls  # imported here because it slows the start of the service
 

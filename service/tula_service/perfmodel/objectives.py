@@ -1,4 +1,4 @@
-"""Defines the objectives, each of which ranks the candidates, chooses one and explains the choice.
+"""Defines the objectives, which rank the candidates, choose one, and explain the choice.
 
 To add an objective, write a class in this file, add it to `OBJECTIVES`, add its name to `tula_wire/enums.py` and
 `docs/commands.md`, and write a test. If it needs inputs beyond time and cost, add them to `Goal` as fields, and fill
@@ -50,12 +50,13 @@ class Goal:
 
     `offers` has on-demand prices and `spot_offers` the prices of interruptible capacity, both by instance type; every
     instance type needs one of the two. `steps_factor` is the factor by which a candidate needs more steps for the same
-    quality, and 1 for a candidate without an entry. `priced` is True if costs are in dollars rather than node-hours.
-    `usd_per_hour_of_waiting` is what an hour of training time costs the person who waits for it. `guard` decides which
-    batches keep the accuracy; None allows all batches. `batch_normalization` is True if the network has batch
-    normalization layers, which lose accuracy if they normalize over many examples. `sharded` is True if ranks share the
-    optimizer's work. `power_w` is the power of a rank's device by instance type; it has either all types or none.
-    `options` has the values of each option of the job, starting with the value that the script uses today.
+    quality; a candidate without an entry has the factor 1. `priced` is True if costs are in dollars rather than
+    node-hours. `usd_per_hour_of_waiting` is the cost of each hour that somebody waits for the training to finish.
+    `guard` decides which batches keep the accuracy; None allows all batches. `batch_normalization` is True if the
+    network has batch normalization layers, which lose accuracy if they normalize over many examples. `sharded` is True
+    if ranks share the optimizer's work. `power_w` is the power of a rank's device by instance type, for either all
+    types or none. `options` has the values of each option of the job, starting with the value that the script currently
+    uses.
     """
 
     objective: Name
@@ -73,7 +74,7 @@ class Goal:
     options: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def normalized_too_widely(self, local_batch_size: int) -> int:
-        """Return by how many examples a micro-step exceeds twice the base batch, the limit for batch normalization."""
+        """Return by how many examples a micro-step exceeds batch normalization's limit, twice the base batch."""
         if not self.batch_normalization or self.guard is None:
             return 0
         return max(0, local_batch_size - 2 * self.guard.base_batch_size)
@@ -83,18 +84,18 @@ class Goal:
         return OBJECTIVES[self.objective].value(self, estimate)
 
     def changes(self, chosen: Options) -> tuple[int, list[int]]:
-        """Return how many options differ from today's values, and the index of each value (0 is today's value)."""
+        """Return the number of options that differ from the script's, and the index of each value (0: the script's)."""
         places = [list(self.options[name]).index(word) for name, word in chosen]
         return sum(place > 0 for place in places), places
 
     def may_choose(self, configuration: Configuration) -> bool:
-        """Return False if the objective rejects the configuration's global batch, whatever its time and cost."""
+        """Return False if the objective rejects the configuration's global batch regardless of time and cost."""
         return OBJECTIVES[self.objective].may_choose(self, configuration.global_batch_size)
 
 
 @dataclass(frozen=True)
 class KneeFinding:
-    """The candidate at the knee of the frontier of cost over time, or None if there is no knee, with the reason."""
+    """The candidate at the knee of the cost-time frontier, or None and the reason why there is no knee."""
 
     estimate: Estimate | None
     reason: str
@@ -103,8 +104,8 @@ class KneeFinding:
 class Objective:
     """The objective that minimises time, and the base class of the other objectives.
 
-    `needs_prices` is True if the objective requires prices. `needs_efficiency` is True if estimates include the
-    additional steps that a batch needs to match the quality of the smallest batch. `by_cost` is True if tables sort
+    `needs_prices` is True if the objective requires prices. `needs_efficiency` is True if estimates must include the
+    additional steps with which a batch matches the quality of the smallest batch. `by_cost` is True if tables sort
     candidates by cost. `is_compromise` is True if the explanation compares the choice with the fastest candidate.
     """
 
@@ -126,11 +127,11 @@ class Objective:
         return sorted(allowed, key=lambda e: (e.time_s.expected, e.cost_usd.expected, tie_break(e)))
 
     def next_best(self, ranked: Sequence[Estimate]) -> Estimate | None:
-        """Return the estimate that would be chosen if the best did not exist, or None if it is the only one."""
+        """Return the estimate that would be chosen without the best one, or None if there are no other estimates."""
         return ranked[1] if len(ranked) > 1 else None
 
     def merit(self, goal: Goal, allowed: Sequence[Estimate]) -> str:
-        """Return the end of a sentence that says why the best estimate is best."""
+        """Return a clause that explains why the best estimate is best."""
         return "it is expected to be the fastest of the candidates within the limits."
 
 
@@ -158,7 +159,7 @@ class _Cost(Objective):
 
 
 class _Compromise(Objective):
-    """Minimises the product of time and cost, which needs no weights, or the time if there are no prices."""
+    """Minimises the product of time and cost, which requires no weights, or only the time if there are no prices."""
 
     is_compromise = True
 
@@ -176,7 +177,7 @@ class _Compromise(Objective):
 
 
 class _Balanced(_Compromise):
-    """A compromise among the batches that keep the accuracy; if waiting has a price, minimises the total cost."""
+    """A compromise among the batches that keep the accuracy; if a price of waiting is set, minimises the total cost."""
 
     def value(self, goal: Goal, estimate: Estimate) -> Interval:
         if goal.priced and goal.usd_per_hour_of_waiting is not None:
@@ -251,7 +252,7 @@ class _Knee(_Compromise):
 
 
 class _Energy(Objective):
-    """Minimises the energy of the accelerators, or the time if no run has reported energy yet."""
+    """Minimises the energy used by the accelerators, or the time if no run has reported energy yet."""
 
     def value(self, goal: Goal, estimate: Estimate) -> Interval:
         return estimate.energy_kwh or estimate.time_s
@@ -278,9 +279,9 @@ OBJECTIVES: Final[Mapping[Name, Objective]] = {
 def find_knee(frontier: Sequence[Estimate]) -> KneeFinding:
     """Return the knee of log cost over log time on the frontier, found by Kneedle (Satopaa 2011).
 
-    The search covers the frontier up to three times the shortest time. On the frontier, more time saves much money
-    before the knee and little after it. A curve of time over batch would be unsuitable, because Kneedle normalises both
-    axes, which cancels the coefficients of the job.
+    The search covers the frontier up to three times the shortest time. On the frontier, additional time saves much
+    money before the knee, and little after the knee. A curve of time over batch would be unsuitable, because Kneedle
+    normalises both axes, which cancels the job's coefficients.
     """
     near = [e for e in frontier if e.time_s.mean <= _KNEE_WITHIN * frontier[0].time_s.mean and e.cost_usd.mean > 0.0]
     if len(near) < _FEWEST_FOR_A_KNEE:

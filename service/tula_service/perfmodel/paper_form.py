@@ -1,11 +1,11 @@
 """Fits the paper's step-time forms (equation 2), which are used for jobs that select them.
 
-In these forms, the step time is the sum of the time for compute and the time for communication:
+In these forms, the step time is the sum of compute time and communication time:
 
     t = m (a + A b) + s phi(N)      phi(N) = 1 - 1/N for a ring, N for a parameter server (equation 2c)
 
 Compute is proportional to b (a = 0) in the paper's equation 2b and in a fit to two configurations. With three or more
-configurations, the constant a is also fitted, but may be 0. The fit minimises squared relative errors and allows only
+configurations, the constant a is also fitted, and may be 0. The fit minimises squared relative errors and allows only
 non-negative coefficients.
 """
 
@@ -28,7 +28,7 @@ _LARGEST_LEVERAGE = 100.0
 
 @dataclass(frozen=True)
 class PaperFit:
-    """The least-squares fit of one variant: the coefficients (a, A, s), their inverse Gram matrix, and the error."""
+    """The least-squares fit of one variant: the coefficients (a, A, s), the inverse Gram matrix, and the error."""
 
     form: StepTimeForm
     coefficients: FloatArray
@@ -37,7 +37,7 @@ class PaperFit:
     dof: float
 
     def predict_step(self, points: Points) -> LogStepTimes:
-        """Return the predicted measurement of one run at each of n points; deviations grow with the leverage."""
+        """Return the predicted measurement of one run at each of n points; its deviation grows with the leverage."""
         columns = _columns(points, self.form)
         parts = columns * self.coefficients
         mean = np.maximum(parts.sum(axis=1), _LEAST)

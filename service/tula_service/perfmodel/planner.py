@@ -65,10 +65,10 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs to execute next, which may be parallel; if profiling is over, `stop_reason` says why.
+    """The runs to execute next, possibly in parallel; if profiling is over, `stop_reason` contains the reason.
 
-    If a plan has neither runs nor a reason, the pending runs must end first. If no run is pending either, no candidate
-    is within the limits.
+    If a plan has neither runs nor a reason, the pending runs must end first or, if no runs are pending, no candidate is
+    within the limits.
     """
 
     runs: tuple[PlannedRun, ...]
@@ -94,14 +94,14 @@ def plan(
     - `adaptive` profiles the four most informative candidates, largest cluster first, then follows `_refine_choice`.
 
     If `budget.share_launches` is True, a launch measures up to three batches on its cluster, and `adaptive` begins with
-    up to two launches of each instance type. The first uses the largest cluster. The second uses the smallest cluster,
-    and is left out if the first measured how a step splits into compute and communication. If a probe measured the
-    links between nodes, only the launch on the smallest cluster is needed. If the job has options, these launches use
-    the base; after them, `adaptive` plans the launch with the largest expected gain.
+    up to two launches of each instance type. The first launch uses the largest cluster. The second launch uses the
+    smallest cluster, and is omitted if the first launch measured how a step splits into compute and communication. If a
+    probe measured the links between nodes, only the launch on the smallest cluster is needed. If the job has options,
+    these launches use the base options; afterwards, `adaptive` plans the launch with the largest expected gain.
 
-    `model` is the job's fit, or its priors before the first measurement, or None if nothing is known. Once there are
+    `model` is the job's fit, or its priors before the first measurement, or None without either. Once there are
     measurements, `recommendation` is the choice that the user sees for `goal`; by default, it is computed from the same
-    arguments. `pending` runs have been planned or have begun; `unavailable` configurations failed and are neither
+    arguments. `pending` runs have been planned or are in progress; `unavailable` configurations failed and are neither
     planned nor chosen. Raises ObservationError if all candidates failed.
     """
     unavailable = frozenset(unavailable)
@@ -130,9 +130,9 @@ class _State:
     """The input of all planning decisions; `model` is None before the first measurement.
 
     `used` configurations have been measured or are pending; all other candidates are `unused`, and the unused
-    candidates within the budget are `affordable`. `of_base` has the candidates that the design can launch: those with
-    the base options or, if there are none, with the options nearest to the base. A launch measures up to `batches`
-    local batches, and `runs_left` launches remain.
+    candidates within the budget are `affordable`. `of_base` contains the candidates that the design can launch: the
+    candidates with the base options or, if there are none, with the options nearest to the base. A launch measures up
+    to `batches` local batches, and `runs_left` launches remain.
     """
 
     def __init__(
@@ -154,13 +154,13 @@ class _State:
             self.used |= frozenset(compress(candidates, self.model.predict(candidates).measured))
         self.unused = tuple(c for c in candidates if c not in self.used)
         self.affordable = frozenset(self._affordable())
-        # The number of runs is only limited for the adaptive search, since it is fixed for all others.
+        # Only the adaptive search has a limit on the number of runs, which is fixed for all other searches.
         limit = budget.max_runs if search == "adaptive" else len(candidates) + 1
         self.batches = _BATCHES_PER_LAUNCH if budget.share_launches else 1
         self.runs_left = limit - counted_launches(self.used | budget.failed, share_launches=budget.share_launches)
 
     def exhausted(self) -> str | None:
-        """Return the reason why no further run is possible, or None if a further run is possible."""
+        """Return the reason why no further runs are possible, or None if a further run is possible."""
         budget = self.budget
         if not self.unused:
             return "Every candidate has been profiled."
@@ -170,13 +170,13 @@ class _State:
             return f"The budget of {budget.max_runs} {one if budget.max_runs == 1 else many} ({which}) is spent."
         if not self.affordable:
             return (
-                f"Too little is left of the budget of {budget.max_gpu_seconds:g} GPU-seconds "
+                f"Too little remains of the budget of {budget.max_gpu_seconds:g} GPU-seconds "
                 "(profiling.max_gpu_seconds) for another run."
             )
         return None
 
     def launch(self, asked: Configuration, purpose: str) -> Plan:
-        """Return a plan with one launch, which measures this configuration and further local batches."""
+        """Return a plan with one launch that measures this configuration and further local batches."""
         batches = self.choose_batches(self.affordable, find_launch(asked), asked)
         return Plan(tuple(PlannedRun(c, purpose) for c in batches), None)
 
@@ -185,8 +185,9 @@ class _State:
     ) -> list[Configuration]:
         """Return up to `self.batches` configurations of a launch, sorted.
 
-        By priority, these are the `asked` configurations, then the smallest, the largest and the middle batch.
-        If the launch has other options than the base, the largest batch of the base has priority over the middle batch.
+        The `asked` configurations have the highest priority, followed by the smallest, the largest and the middle
+        batch. If the launch's options differ from the base, the base's largest batch has priority over the middle
+        batch.
         """
         batches = sorted(c for c in among if find_launch(c) == launch)
         of_base = [c.local_batch_size for c in self.of_base if find_launch(c) == launch._replace(options=self.base)]
@@ -230,9 +231,9 @@ class _State:
 
 
 def counted_launches(configurations: Iterable[Configuration], *, share_launches: bool) -> int:
-    """Return how many of the budget's launches these configurations use.
+    """Return the number of launches in the budget that these configurations use.
 
-    Each configuration uses one launch or, if launches are shared, up to three configurations of a launch use one.
+    Each configuration uses one launch or, if launches are shared, one launch is used by up to three configurations.
     """
     if not share_launches:
         return len(frozenset(configurations))
@@ -243,8 +244,8 @@ def counted_launches(configurations: Iterable[Configuration], *, share_launches:
 def corner_design(candidates: Sequence[Configuration], *, two: bool = False) -> list[Configuration]:
     """Return the smallest and the largest batch on the largest and the smallest cluster of each variant.
 
-    If `two` is True, return only two corners as in the paper (IV-B): the largest batch on the largest cluster, and the
-    smallest batch on the smallest cluster.
+    If `two` is True, return only the two corners used in the paper (IV-B): the largest batch on the largest cluster,
+    and the smallest batch on the smallest cluster.
     """
     corners: list[Configuration] = []
     for variant in sorted({c.variant for c in candidates}):
@@ -263,7 +264,7 @@ def _first_launches(state: _State) -> list[PlannedRun]:
 
     These launches use the largest and the smallest cluster of each instance type or, if a probe measured the links
     between nodes, only the smallest. An instance type needs no further launch once a launch has separated compute from
-    communication. Among the launches of one cluster, the one with the least gradient accumulation counts as the
+    communication. Among the launches on one cluster, the launch with the least gradient accumulation is treated as the
     largest.
     """
     begun = find_launches(state.used)
@@ -287,7 +288,7 @@ def _first_launches(state: _State) -> list[PlannedRun]:
 
 
 def _next_design_runs(state: _State, goal: Goal) -> list[PlannedRun]:
-    """Return the runs that are still missing from the design."""
+    """Return the runs of the design that have not been planned or measured yet."""
     num_types = len({c.instance_type for c in state.of_base})
     num_runs = _DESIGN_RUNS + _RUNS_PER_FURTHER_TYPE * (num_types - 1)
     used = [c for c in state.used if c.options == state.base]
@@ -330,11 +331,11 @@ def design(
 ) -> list[Configuration]:
     """Return the most informative candidates, the largest cluster of each type first, then the smallest cluster.
 
-    The largest cluster is first because the model's predictions are worst beyond the largest measured cluster. If there
-    is a goal, the run on the largest cluster uses the batch that is expected to be best there, and the design minimises
-    the variance of the candidates that may be chosen: a candidate that is expected to cost twice as much as the best
-    has a quarter of its weight. The design chooses among the `allowed` candidates, by default all; `used`
-    configurations have been or will be measured.
+    The largest cluster is first because the model's predictions are worst for clusters larger than any that was
+    measured. If there is a goal, the run on the largest cluster uses the batch that is expected to be best there, and
+    the variances of candidates are weighted by the goal: a candidate that is expected to cost twice as much as the best
+    candidate has a quarter of the best candidate's weight. The design chooses among the `allowed` candidates (by
+    default, all candidates); `used` configurations have been or will be measured.
     """
     # The design uses the uncertainty of the prior, not of the fit. A design that is fixed before all measurements is as
     # good as one that changes after every run, and its runs may be executed in parallel.
@@ -361,8 +362,8 @@ def design(
 def log_value(model: StepTimeModel, candidates: Sequence[Configuration], goal: Goal) -> FloatArray:
     """Return the logarithm of the goal's value for each candidate at its best offer, shape (n,).
 
-    The result is 1000 for a candidate that the goal forbids. Since the memory is not known yet, a price per GB-hour is
-    applied as if every rank used one GB.
+    The result is 1000 for a candidate that the goal forbids. Since memory use is not known yet, every rank is assumed
+    to use 1 GB if there is a price per GB-hour.
     """
     largest = goal.limits.max_global_batch_size or math.inf
     best = dict.fromkeys(candidates, _FORBIDDEN)
@@ -385,10 +386,10 @@ def greedy_design(
     """Return the row numbers of up to `num_runs` candidates, in order, chosen greedily and deterministically.
 
     Each choice minimises the weighted sum of the posterior variances of log step time under a model without
-    measurements. The sum is over all rows, or over 128 evenly spread rows if there are more. The choices need no
-    measured step time, so the runs may be executed in parallel. `allowed` rows may be chosen; `used` rows have been or
-    will be measured. One row of each group in `first` is chosen before all others. `weights`, shape (n,), has the
-    weights of the variances.
+    measurements. The sum is over all rows or, if there are more than 128 rows, over 128 evenly spread rows. The choices
+    do not depend on measured step times, so the runs may be executed in parallel. `allowed` rows may be chosen; `used`
+    rows have been or will be measured. One row of each group in `first` is chosen before all others. `weights`, shape
+    (n,), has the weights of the variances.
     """
     points, noise = Points.of(candidates), generic_prior().scales.noise ** 2
     judged = np.unique(np.linspace(0, len(points) - 1, min(len(points), _MOST_JUDGED)).astype(int))
@@ -419,7 +420,8 @@ def greedy_design(
 def prior_covariance(model: StepTimeModel, first: Points, second: Points) -> FloatArray:
     """Return the covariance of log step time under a model without measurements, shape (len(first), len(second)).
 
-    It is the sum of the covariances from the parameters and from the residual. Variants are treated as independent.
+    The result is the sum of the covariances due to the parameters and due to the residual. Variants are treated as
+    independent.
     """
     covariance = np.zeros((len(first), len(second)))
     for variant in set(first.variant) & set(second.variant):
@@ -436,7 +438,7 @@ def prior_covariance(model: StepTimeModel, first: Points, second: Points) -> Flo
 
 
 def _refine_choice(state: _State, choice: Choice) -> Plan:
-    """Return the next launch that may verify or change the choice, or the reason why there is none.
+    """Return the next launch that may verify or change the choice, or the reason why no launch is needed.
 
     1. Verification: the choice itself is launched if it has not been measured.
     2. Contender: otherwise, the candidate with the lowest confidence bound is launched if it has not been measured. If
@@ -467,7 +469,7 @@ def _refine_choice(state: _State, choice: Choice) -> Plan:
     if chosen is None:
         return Plan((), None)
     if not chosen.measured:
-        return Plan((), "Too little of the budget is left to measure the choice, so it stays a prediction.")
+        return Plan((), "Too little of the budget remains to measure the choice, so it is still a prediction.")
     return Plan((), "The choice is stable: it has been measured, and further runs are unlikely to improve it.")
 
 
@@ -475,10 +477,10 @@ def most_promising(choice: Choice, runnable: Collection[Configuration]) -> Estim
     """Return the estimate with the lowest confidence bound of the goal's value (Cox and John 1992), or None.
 
     The bound of an unmeasured estimate is two standard deviations of the logarithm below its mean, or the value of
-    `_shortest_steps` if it is higher. For measured estimates and the choice, the bound is the mean. An estimate whose
-    bounds exceed the deadline or the budget by less has priority over one with a lower bound of the value. Unmeasured
-    estimates are considered only if they are `runnable`. A candidate that may not fit into memory is also considered,
-    since its run shows whether it fits.
+    `_shortest_steps` if it is higher. For measured estimates and the choice, the bound is the mean. Estimates whose
+    bounds of time and cost exceed the deadline and the budget least have priority, followed by estimates with the
+    lowest bound of the value. Unmeasured estimates are considered only if they are `runnable`. A candidate that may not
+    fit into memory is also considered, since its run shows whether it fits.
     """
     barred, limits = choice.barred, choice.goal.limits
     measured = {e.key for e in choice.estimates if e.measured or e is choice.chosen}
@@ -491,7 +493,7 @@ def most_promising(choice: Choice, runnable: Collection[Configuration]) -> Estim
 
         excess = (lower(value) - math.log(limit) for _, value, limit in limits.of_totals(estimate))
         bound = lower(choice.goal.value(estimate))
-        # A tie is decided by the smaller cluster, since its run costs less.
+        # In a tie, the smaller cluster is used, since its run costs less.
         c = estimate.configuration
         return (round(max([0.0, *excess]), 3), round(bound, 3), c.world_size, c)
 
@@ -506,9 +508,9 @@ def most_promising(choice: Choice, runnable: Collection[Configuration]) -> Estim
 def expected_gain(choice: Choice, runnable: Collection[Configuration]) -> float:
     """Return the relative improvement of the best value that the best launch is expected to bring (0.01 means 1 %).
 
-    The gain of a launch is a sum over its unmeasured batches. Each summand is the expected improvement of the logarithm
-    (Jones 1998) at the batch's better offer, since one run measures both offers. No step is assumed to be shorter than
-    its value in `_shortest_steps`. The sum is an upper bound on the improvement by the best of the batches, and by the
+    The gain of a launch is a sum over its unmeasured batches. Each summand is the expected improvement of the value's
+    logarithm (Jones 1998) with the batch's better offer, since one run measures both offers. Steps are assumed to be no
+    shorter than `_shortest_steps` allows. The sum is an upper bound on the improvement by the best batch, and by the
     few batches that the launch measures. The gain is infinite while the choice may exceed a limit.
     """
     if choice.chosen is None or not choice.within_limits_is_likely:
@@ -517,7 +519,7 @@ def expected_gain(choice: Choice, runnable: Collection[Configuration]) -> float:
 
 
 def _expected_gains(choice: Choice, runnable: Collection[Configuration]) -> dict[Launch, dict[Configuration, float]]:
-    """Return by how much each configuration is expected to improve the logarithm of the best value, by launch."""
+    """Return the expected improvement of the best value's logarithm by each configuration, grouped by launch."""
     assert choice.expected_best is not None
     best, barred = choice.goal.value(choice.expected_best), choice.barred
     shortest = _shortest_steps(choice)
@@ -539,10 +541,11 @@ def _shortest_steps(choice: Choice) -> dict[tuple[Configuration, bool], float]:
 
     They are given as the distance of their logarithm from its mean, in standard deviations.
 
-    More ranks only add communication, so a step is assumed to be no shorter than the mean for the same local batch on a
-    smaller cluster, less two standard deviations. Without this assumption, the planner would launch large clusters in
-    the hope that they are cheaper per example. Estimates without a measurement on a smaller cluster are left out. If
-    ranks share the optimizer's work, all estimates are left out, because more ranks then shorten a part of the step.
+    Additional ranks only add communication, so a step is assumed to be no shorter than the mean step with the same
+    local batch on a smaller cluster, less two standard deviations. Without this assumption, the planner would launch
+    large clusters in the hope that they are cheaper per example. Estimates without a measurement on a smaller cluster
+    are omitted. If ranks share the optimizer's work, all estimates are omitted, because additional ranks then shorten a
+    part of the step.
     """
     measured = defaultdict[object, list[Estimate]](list)
     least: dict[tuple[Configuration, bool], float] = {}
@@ -569,11 +572,11 @@ def _shortest_steps(choice: Choice) -> dict[tuple[Configuration, bool], float]:
 def _sds_of_shortest(
     value: Interval, estimate: Estimate, shortest: Mapping[tuple[Configuration, bool], float]
 ) -> float:
-    """Return how many standard deviations separate a value's mean from its value at the shortest plausible step.
+    """Return the number of standard deviations between a value's mean and the value at the shortest plausible step.
 
-    The result is -inf if the step time does not bound the value. It does so only if the value is as uncertain as the
-    step time, or twice as uncertain because time and cost are multiplied; prices of memory or energy add an uncertainty
-    of their own.
+    The result is -inf if the step time does not bound the value. The step time bounds a value only if the value is as
+    uncertain as the step time, or twice as uncertain because time and cost are multiplied; prices of memory or energy
+    add further uncertainty.
     """
     powers = value.log_sd / max(estimate.step_time_s.log_sd, 1e-9)
     is_of_step = min(abs(powers - 1.0), abs(powers - 2.0)) < _ROUNDING
@@ -593,5 +596,5 @@ def _expected_excess(ahead: float) -> float:
 
 
 def _bound(value: Interval, sds: float) -> float:
-    """Return the logarithm `sds` standard deviations below a value's mean; a mean of 0 is replaced by 1e-300."""
+    """Return a value's logarithm `sds` standard deviations below its mean; a mean of 0 is replaced by 1e-300."""
     return math.log(max(value.mean, 1e-300)) - sds * value.log_sd

@@ -1,4 +1,4 @@
-"""Represents measurements as columns: points in the configuration space, and the step times measured at them."""
+"""Represents measurements as columns: points in the configuration space, and the step times measured there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FloatArray = npt.NDArray[np.float64]
 _LEAST_REST = 0.02  # of a step
 _SD_PER_DEVIATION = 1.48  # ratio of the standard deviation to the median absolute deviation for a normal distribution
 PointKey: TypeAlias = tuple[Variant, float, float, float, float]
-"""The variant, number of nodes, world size, local batch and micro-steps of a point, which identify it."""
+"""The values that identify a point: variant, number of nodes, world size, local batch and micro-steps."""
 
 
 class ObservationError(ValueError):
@@ -96,7 +96,7 @@ class Points:
 
     @cached_property
     def logarithms(self) -> FloatArray:
-        """Return natural logarithms, shape (5, n), which are cached because a fit uses them a hundred times.
+        """Return the natural logarithms of the points' columns, shape (5, n), cached because a fit uses them often.
 
         The rows are: local batch, ranks per node, nodes, micro-steps, and micro-steps before the last (-69 if none).
         """
@@ -113,7 +113,7 @@ class Points:
 
     @cached_property
     def _rows_by_variant(self) -> dict[Variant, npt.NDArray[np.intp]]:
-        """Return the row numbers of each variant, since scanning all rows for each of many variants would be slow."""
+        """Return the row numbers of each variant; a scan of all rows for each variant would be slow."""
         rows = defaultdict[Variant, list[int]](list)
         for row, variant in enumerate(self.variant):
             rows[variant].append(row)
@@ -178,20 +178,20 @@ class StepTimeObservations:
         return StepTimeObservations(points=self.points.take(rows), **columns)
 
     def without_waits(self) -> StepTimeObservations:
-        """Return the observations with the waits for data subtracted, because the forms describe steps without them.
+        """Return the observations without the time spent waiting for data, because the forms do not describe this time.
 
-        The absolute error of a step time stays the same, so its relative error increases.
+        The absolute errors of the step times stay the same, so the relative errors increase.
         """
         rest_s = self.step_time_s - np.nan_to_num(self.input_time_s)
         step_s = np.maximum(rest_s, _LEAST_REST * self.step_time_s)
         return replace(self, step_time_s=step_s, relative_sd=self.relative_sd * self.step_time_s / step_s)
 
     def merge_repeats(self) -> tuple[StepTimeObservations, FloatArray, FloatArray]:
-        """Return the observations with the rows of each configuration merged, and two facts about the original rows.
+        """Return the observations with the rows of each configuration merged, and two arrays about the original rows.
 
         The merged step time is the median of three or more rows, or the geometric mean of two. The second result is the
-        number of original rows of each merged row, shape (n,). The third is the shortest and the longest step time of
-        the original rows in seconds, shape (n, 2).
+        number of original rows per merged row, shape (n,). The third is the shortest and the longest step time of the
+        original rows in seconds, shape (n, 2).
         """
         groups = defaultdict[PointKey, list[int]](list)
         for row, key in enumerate(self.points.rows()):

@@ -1,4 +1,4 @@
-"""Computes the time and the cost of candidates (equations 4a and 4b), their distance to limits, and the frontier."""
+"""Computes the time and cost of candidates (equations 4a and 4b), their distance from the limits, and the frontier."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MENU = 5  # estimates; more would be hard to compare at a glance
 
 @dataclass(frozen=True)
 class Spot:
-    """Interruptible capacity. Each node has Poisson interruptions, which lose the work since the last checkpoint."""
+    """Interruptible capacity. Each node has Poisson interruptions, which discard the work since the last checkpoint."""
 
     interruptions_per_node_hour: float
     checkpoint_interval_s: float = 600.0
@@ -29,7 +29,7 @@ class Spot:
 
 @dataclass(frozen=True)
 class Offer:
-    """The prices of one instance type; the cost is the sum of all charges, and a price of zero means no such charge."""
+    """The prices of one instance type; the cost is the sum of all charges, and a price of zero means no charge."""
 
     usd_per_node_hour: float = 0.0
     usd_per_gb_hour: float = 0.0
@@ -53,11 +53,11 @@ class Training:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A candidate with everything that a choice considers; `terms` has the parts of the mean step time, in seconds.
+    """A candidate with all values that affect a choice; `terms` contains the parts of the mean step time, in seconds.
 
-    `known_sd` is the standard deviation of the logarithm of the mean time, which does not include the noise of a run as
-    the intervals do. `energy_kwh` is the energy of the accelerators, or None if no run reported power. If on-demand and
-    interruptible capacity both have a price, a candidate has one estimate for each; `spot` tells them apart.
+    `known_sd` is the standard deviation of the logarithm of the mean time; unlike the intervals, it does not include
+    the noise of a run. `energy_kwh` is the energy of the accelerators, or None if no run reported power. If on-demand
+    and interruptible capacity both have a price, a candidate has one estimate for each; `spot` distinguishes the two.
     """
 
     configuration: Configuration
@@ -74,7 +74,7 @@ class Estimate:
     energy_kwh: Interval | None = None
 
     def narrowed(self, value: Interval, log_sd: float) -> Interval:
-        """Return the interval `value` as if the logarithm of the time had at most this standard deviation."""
+        """Return the interval `value`, narrowed as if the standard deviation of log time were at most this value."""
         if log_sd >= self.time_s.log_sd or value.low <= 0.0:
             return value
         share = log_sd / self.time_s.log_sd
@@ -89,14 +89,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a recommendation, each None if it is not set. Deadline and budget apply to the whole training."""
+    """The limits of a recommendation; None means "not set". Deadline and budget apply to the whole training."""
 
     deadline_s: float | None = None
     budget_usd: float | None = None
     max_global_batch_size: int | None = None
 
     def of_totals(self, estimate: Estimate) -> list[tuple[str, Interval, float]]:
-        """Return (name, time or cost of the candidate, limit) for the deadline and the budget if they are set."""
+        """Return (name, time or cost of the candidate, limit) for each of deadline and budget that is set."""
         both = (
             ("deadline_s", estimate.time_s, self.deadline_s),
             ("budget_usd", estimate.cost_usd, self.budget_usd),
@@ -104,7 +104,7 @@ class Limits:
         return [(name, value, limit) for name, value, limit in both if limit is not None]
 
     def margin(self, estimate: Estimate) -> float:
-        """Return the distance from the mean to the tighter limit, in standard deviations of the logarithm.
+        """Return the distance between the mean and the tighter limit, in standard deviations of the logarithm.
 
         The distance is negative if the mean exceeds the limit.
         """
@@ -156,7 +156,7 @@ def price(
     if offer.usd_per_gb_hour > 0.0:
         if peak_bytes is None:
             raise ObservationError(
-                "usd_per_gb_hour needs predicted memory; profile a configuration whose run reports its peak memory."
+                "usd_per_gb_hour requires a memory prediction; profile a configuration that reports its peak memory."
             )
         gb_usd = configuration.world_size * offer.usd_per_gb_hour / SECONDS_PER_HOUR / _BYTES_PER_GB
         cost = cost.plus(time_s.times(peak_bytes).scaled(gb_usd))
@@ -188,8 +188,8 @@ def pareto_frontier(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
 def build_menu(frontier: Sequence[Estimate], chosen: Estimate) -> tuple[Estimate, ...]:
     """Return up to five estimates for the user to choose from, fastest first.
 
-    They include both ends of the frontier and the chosen estimate. Each further estimate is the one that is farthest
-    from the estimates selected before, measured by the logarithm of time.
+    They include both ends of the frontier and the chosen estimate. Each further estimate is the one that is farthest,
+    in log time, from the estimates that have already been selected.
     """
     points = sorted({e.key: e for e in (*frontier, chosen)}.values(), key=lambda e: (e.time_s.mean, tie_break(e)))
     times = [math.log(max(e.time_s.mean, 1e-300)) for e in points]
@@ -201,7 +201,7 @@ def build_menu(frontier: Sequence[Estimate], chosen: Estimate) -> tuple[Estimate
 
 
 def usd_per_hour_saved(faster: Estimate, slower: Estimate) -> float | None:
-    """Return the additional cost of `faster` per hour that it saves, or None if it saves no time or costs no more."""
+    """Return the additional cost of `faster` per hour saved, or None if `faster` saves no time or costs no more."""
     saved_s, more = slower.time_s.mean - faster.time_s.mean, faster.cost_usd.mean - slower.cost_usd.mean
     return more / saved_s * SECONDS_PER_HOUR if saved_s > 0.0 and more > 0.0 else None
 

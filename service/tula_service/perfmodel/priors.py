@@ -1,4 +1,4 @@
-"""Computes priors of the step-time parameters: a generic prior, one from hardware figures, or one from earlier jobs."""
+"""Computes priors of the step-time parameters: a generic prior, or priors from hardware figures or earlier jobs."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ computing device.
 class StepTimePrior:
     """A Gaussian prior of the parameters of the form `overlap`, in the order and encoding of `step_time_form`.
 
-    `absolute` is True if c is known; otherwise a fit needs at least one measurement. `reference_batch_size` is b_ref;
-    None means the largest batch among the candidates and runs. `in_seconds` lists entries that are known in seconds
-    although they are relative to c in the form: the `sd` of such an entry is the standard deviation of log(entry * c).
-    `slow_from` is the smallest local batch at which convolutions are slower. `covariance`, shape (11, 11), has the
-    squares of `sd` on its diagonal; None stands for independent parameters.
+    `absolute` is True if the prior includes c; otherwise, a fit requires at least one measurement.
+    `reference_batch_size` is b_ref; None means the largest batch among the candidates and runs. `in_seconds` lists the
+    entries whose prior is in seconds although they are relative to c in the form; the `sd` of such an entry is the
+    standard deviation of log(entry * c). `slow_from` is the smallest local batch at which convolutions are slower.
+    `covariance`, shape (11, 11), has the squares of `sd` on its diagonal; None stands for independent parameters.
     """
 
     mean: FloatArray
@@ -104,7 +104,7 @@ class StepTimePrior:
         return np.asarray(transform.T @ np.linalg.inv(self.covariance) @ transform)
 
     def widened(self, sd: FloatArray) -> StepTimePrior:
-        """Return this prior with independent errors added, whose standard deviations have shape (11,)."""
+        """Return this prior with additional independent errors, given their standard deviations, shape (11,)."""
         covariance = None if self.covariance is None else self.covariance + np.diag(sd**2)
         return replace(self, sd=np.hypot(self.sd, sd), covariance=covariance)
 
@@ -124,19 +124,20 @@ class StepTimePrior:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The facts about a network that are known without running it.
+    """Facts about a network that can be determined without running it.
 
     `flops_per_sample` is the number of floating-point operations of one forward pass, with a multiplication and an
-    addition counted as two. `activation_bytes_per_sample` is the number of bytes that one device keeps of a sample for
-    the backward pass, and `parameter_bytes` the size of the parameters on one device in single precision. `flops_sd` is
-    the uncertainty of log compute time due to guessed counts, and 0 if nothing was guessed. `rule_sd` is the remaining
-    error of the roofline in log compute time, which is larger if the precision is unknown. `volumes` is how often the
-    bytes of the parameters cross a link in a step: twice for an all-reduce, or for a reduce-scatter and an all-gather;
-    three times if the backward pass gathers the parameters again. `idle_samples` expresses the idle time of a pipeline
-    as a number of examples: with m micro-batches and p stages, a step takes the time of m + p - 1 micro-batches.
-    `operations` is the number of operations per micro-step that start a kernel, or None if they were not counted.
-    `transposed_bytes_per_sample` is the number of bytes of a sample's images that convolutions in half precision read
-    and write to change the memory layout, or None for single precision or if they were not counted.
+    addition counted as two. `activation_bytes_per_sample` is the number of bytes per sample that one device keeps for
+    the backward pass, and `parameter_bytes` is the size of the parameters on one device in single precision. `flops_sd`
+    is the uncertainty of log compute time due to guessed counts, and 0 if nothing was guessed. `rule_sd` is the
+    remaining error of the roofline in log compute time, which is larger if the precision is unknown. `volumes` is the
+    number of times that the bytes of the parameters cross a link per step: two for an all-reduce, or for a
+    reduce-scatter and an all-gather; three if the backward pass gathers the parameters again. `idle_samples` expresses
+    the idle time of a pipeline as a number of examples: with m micro-batches and p stages, a step takes the time of m +
+    p - 1 micro-batches. `operations` is the number of operations that start a kernel in each micro-step, or None if
+    they were not counted. `transposed_bytes_per_sample` is the number of bytes of a sample's images that convolutions
+    in half precision read and write to change the memory layout, or None for single precision or if they were not
+    counted.
     """
 
     parameter_count: float
@@ -161,9 +162,9 @@ class Hardware:
     """The hardware figures of an instance type; None means that a figure is unknown.
 
     `peak_tflops` (teraflop per second) and `memory_gb_per_s` (gigabytes per second) describe the device of one rank,
-    and `figures_sd` is the uncertainty of their logarithms, which is 0 for figures from a data sheet.
-    `inter_node_gbps` is the network bandwidth in gigabits per second. `device` is a name that equal devices share.
-    `launch_s` is the time in seconds in which the host starts an operation, if a probe timed it.
+    and `figures_sd` is the uncertainty of their logarithms, which is 0 for figures from a data sheet. `inter_node_gbps`
+    is the network bandwidth in gigabits per second. `device` is the same name for equal devices. `launch_s` is the time
+    in seconds that the host needs to start an operation, if a probe measured this time.
     """
 
     peak_tflops: float | None = None
@@ -175,13 +176,13 @@ class Hardware:
 
     @property
     def device_sd(self) -> float:
-        """Return the uncertainty of the logarithm of the device's speed, which is guessed if the peak is unknown."""
+        """Return the uncertainty of the device's log speed; if the peak is unknown, the speed is guessed."""
         return _UNKNOWN_DEVICE_SD if self.peak_tflops is None else self.figures_sd
 
 
 @dataclass(frozen=True)
 class Priors:
-    """The priors of a job's instance types before its own runs.
+    """The priors of a job's instance types before the job has runs.
 
     `believed` has the prior of each type; a type without an entry starts from the generic prior. The fit uses
     `hardware` to transfer measurements from one type to a type without measurements. `probed` lists the types for which
@@ -201,9 +202,9 @@ def generic_prior() -> StepTimePrior:
 
     Means and deviations were chosen by the error of held-out predictions on grids of Pollux (Apache-2.0), Gavel (MIT),
     ElasticFlow, DLPerf and TensorFlow's benchmarks (Apache-2.0), and then rounded. On average, the floor is a third of
-    the compute at the largest batch, the collective takes 4 % of the compute for two ranks of a node and 30 % for two
-    nodes, and about a third of the communication that could overlap does not. The once-per-step part is 3 % of the
-    compute, which comes from tables of training with gradient accumulation that are not in the project.
+    the compute at the largest batch, the collective takes 4 % of the compute time for two ranks of a node and 30 % for
+    two nodes, and about a third of the communication that could overlap does not overlap. The once-per-step part is 3 %
+    of the compute, which comes from tables of training with gradient accumulation that are not in the project.
     """
     return StepTimePrior(
         mean=np.array(
@@ -220,12 +221,13 @@ def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batc
 
         t(b) = b (arithmetic 3 F / peak + (activations A + X) / W) + parameters P / W + floor
 
-    If the operations of a step were counted, it is instead (g^4 + l^4)^(1/4), where g is the part that is proportional
-    to b, and l is the sum of the term with P and the time of `operations` launches. F is the number of FLOPs per sample
-    of one forward pass, A the bytes per sample that are kept for the backward pass, X the bytes per sample that are
-    moved because convolutions in half precision change the memory layout of images, P the bytes of the parameters, and
-    W the memory bandwidth. Between nodes, s_inter = volumes * (1 - 1/2) * gradient bytes * 8 / (0.5 * bandwidth) / c,
-    for a ring of two nodes. An unknown hardware figure is replaced by a guess, which makes c less certain.
+    If the operations of a step were counted, the compute time is instead (g^4 + l^4)^(1/4), where g is the part
+    proportional to b, and l is the sum of the term with P and the time of `operations` launches. F is the number of
+    FLOPs per sample of one forward pass, A the bytes per sample that are kept for the backward pass, X the bytes per
+    sample that are moved because convolutions in half precision change the memory layout of images, P the bytes of the
+    parameters, and W the memory bandwidth. Between nodes, s_inter = volumes * (1 - 1/2) * gradient bytes * 8 / (0.5 *
+    bandwidth) / c, for a ring of two nodes. An unknown hardware figure is replaced by a guess, which makes c less
+    certain.
     """
     base = generic_prior()
     b_ref = float(column("reference_batch_size", [reference_batch_size], above=0.0)[0])
@@ -275,7 +277,7 @@ class ScaleError:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a job has learned: the posterior of a network's runs on one instance type, with its known facts."""
+    """A result of a job: the posterior of a network's runs on one instance type, and the facts about the network."""
 
     learned: StepTimePrior
     facts: ModelFacts
@@ -323,10 +325,10 @@ def prior_of_type(
 ) -> StepTimePrior | None:
     """Return the prior of a network on the instance type `name`, or None if the generic prior should be used.
 
-    `hardware` has all instance types of the job. `measured` is True if the job has runs. Its own runs determine its
-    scale better than other jobs do, so the result is then None unless earlier jobs ran on the same hardware.
-    `measured_clusters` is the number of cluster sizes of this type that have runs. If there are three or more, the
-    collectives of other networks are ignored, because they would make predictions worse than the job's own runs do.
+    `hardware` has all instance types of the job. `measured` is True if the job has runs. The job's own runs determine
+    its scale better than other jobs do, so if `measured` is True, the result is None unless earlier jobs ran on the
+    same hardware. `measured_clusters` is the number of cluster sizes of this type that have runs. If there are three or
+    more, the collectives of other networks are ignored, because predictions are better without them.
     """
     if name in lessons.same_network:
         return prior_from_jobs(lessons.same_network[name])
@@ -356,20 +358,20 @@ def prior_of_type(
 
 
 def scale_from_jobs(guess: StepTimePrior, error: ScaleError, earlier: Sequence[ScaleError]) -> StepTimePrior:
-    """Return `guess` with its compute scale corrected by the errors of such guesses for earlier jobs.
+    """Return `guess`, with its compute scale corrected by the errors of the corresponding guesses for earlier jobs.
 
     `guess` is a result of `prior_from_hardware`, and `error` describes its uncertainty. The correction log(c / guess)
-    is the sum of three effects. The first is the effect of a team's framework, precision and kernels on all networks,
-    the second their effect on one device, and the third the effect of the network. The first two have a normal prior
-    around 0, with standard deviations of 0.5 and 0.4; `device_sd` is added to the second. The standard deviation of the
-    third is estimated from the jobs, starting from 0.5. The standard deviation of the sum is proportional to the
-    `rule_sd` of the guess. Those of the first two effects are proportional to its square, because the errors of a rule
-    that includes precision and memory traffic have less in common.
+    is the sum of three effects: the effect of a team's framework, precision and kernels on all networks, their
+    additional effect on one device, and the effect of the network. The first two have a normal prior around 0, with
+    standard deviations of 0.5 and 0.4; `device_sd` is added to the second. The standard deviation of the third is
+    estimated from the jobs, starting from 0.5. The standard deviation of the sum is proportional to the `rule_sd` of
+    the guess. Those of the first two effects are proportional to its square, because the errors of a rule that includes
+    precision and memory traffic have less in common.
 
-    Jobs with a larger `rule_sd` have less weight. `earlier` must have each network at most once per device, since a
-    repetition would be treated as the confirmation by another job. A job whose error exceeds four standard deviations
-    is ignored, because its description is probably wrong, for example with FLOPs in another unit. The deviations come
-    from step times of six networks on eight devices in two precisions (Lambda's TensorFlow benchmark, BSD-3-Clause).
+    Jobs with a larger `rule_sd` have less weight. `earlier` must contain each network at most once per device, since a
+    repetition would be treated as confirmation by another job. A job whose error exceeds four standard deviations is
+    ignored, because its description is probably wrong, for example with FLOPs in another unit. The deviations come from
+    step times of six networks on eight devices in two precisions (Lambda's TensorFlow benchmark, BSD-3-Clause).
     """
     widths, share = (_EVERYWHERE_SD, _DEVICE_SD, _NETWORK_SD), error.rule_sd / UNKNOWN_PRECISION_SD
     everywhere_sd, on_device_sd = share**2 * _EVERYWHERE_SD, share**2 * _DEVICE_SD
@@ -412,10 +414,10 @@ def scale_from_jobs(guess: StepTimePrior, error: ScaleError, earlier: Sequence[S
 def prior_from_other_type(learnt: StepTimePrior, measured: Hardware, other: Hardware) -> StepTimePrior:
     """Return the prior of a network on one instance type, given its runs on another type (basis `transfer`).
 
-    The shape is kept. If W is the memory bandwidth of a device and L the bandwidth of a link, then c' = c W / W',
-    a' = a c / c' and s' = s (c / c') (L / L'). The memory bandwidth is used because step times follow it more closely
-    than the arithmetic peak, of which each generation of devices reaches a different share. If a figure of either type
-    is unknown, the means do not change and c is less certain. Uncertain figures also make c less certain.
+    The shape is kept. If W is the memory bandwidth of a device and L the bandwidth of a link, then c' = c W / W', a' =
+    a c / c' and s' = s (c / c') (L / L'). The memory bandwidth is used because step times correlate with it more
+    closely than with the arithmetic peak, of which each generation of devices reaches a different share. If a figure of
+    either type is unknown, the means do not change and c is less certain. Uncertain figures also make c less certain.
     """
 
     def times(name: str) -> float | None:
@@ -448,14 +450,14 @@ def prior_from_jobs(
     Each posterior (`Posterior.without_prior`) includes the generic prior, which is divided out before the posteriors
     are combined, so that a job does not contribute to parameters that it did not measure. The next job is assumed to
     differ from the earlier jobs as much as these differ from one another, so its standard deviation is sqrt(between^2 +
-    own^2 / k), which is more than the error of their mean. Collectives are transferred in seconds.
+    own^2 / k), which is larger than the error of the mean of the earlier jobs. Collectives are transferred in seconds.
 
     The compute scale c is specific to one network. If `scale` (from `prior_from_hardware`) is given, the earlier jobs
-    are of other networks, c comes from `scale`, and collectives are transferred as seconds per gradient byte,
-    c s / (4 P). Otherwise, the earlier jobs are of the same network, and c comes from them. `gradient_ratios` has for
-    each posterior the ratio of the next job's parameter count to the earlier job's count; a job whose ratio is None
-    does not contribute to the collectives. Parameters to which no job contributes come from `scale` or, if it is not
-    given, from the generic prior.
+    used other networks, c comes from `scale`, and collectives are transferred as seconds per gradient byte, c s / (4
+    P). Otherwise, the earlier jobs used the same network and determine c. For each posterior, `gradient_ratios` has the
+    ratio of the next job's parameter count to the earlier job's parameter count; a job whose ratio is None does not
+    contribute to the collectives. Parameters to which no job contributes come from `scale` or, if it is not given, from
+    the generic prior.
     """
     generic, base, collectives = generic_prior(), scale or generic_prior(), list(COLLECTIVES)
     b_ref = base.reference_batch_size

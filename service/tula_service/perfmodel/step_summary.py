@@ -1,4 +1,4 @@
-"""Summarises the steps of a run as robust means for a fit."""
+"""Summarises a run's steps as robust means, which are the input of a fit."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _OF_TWO_OR_THREE = 3.0  # for two or three steps, since Student's t with one or 
 
 
 def summarise(samples: SampleColumns) -> dict[str, float | int | None]:
-    """Return the summary of a run by name: the robust mean of each column, and figures of its steps.
+    """Return the summary of a run as a dictionary: the robust mean of each column, and statistics of the steps.
 
-    Times are in seconds, or None if nothing was measured; recurring slow steps are fully included. `samples` has one
+    Times are in seconds, or None if they were not measured; recurring slow steps are fully included. `samples` has one
     row per step and rank. Step times are first averaged over the ranks. Because the ranks of a step wait for each
     other, only steps are treated as independent in `relative_sd`, which is the standard error of `step_time_s` divided
     by its mean. `straggler_rank` is the rank that was slowest in more than half of the steps, or None.
@@ -33,9 +33,9 @@ def summarise(samples: SampleColumns) -> dict[str, float | int | None]:
 
 
 def _relative_sd(mean: float, error: float | None, steps: int) -> float:
-    """Return the relative standard error, multiplied by the standard deviation of Student's t.
+    """Return the relative standard error, multiplied by the standard deviation of Student's t distribution.
 
-    The factor is 1.7 for four steps and 1.07 for sixteen, because the spread of few steps is uncertain.
+    This factor, which is 1.7 for four steps and 1.07 for sixteen, accounts for the uncertain spread of a few steps.
     """
     if error is None:
         return _OF_ONE_STEP
@@ -43,10 +43,11 @@ def _relative_sd(mean: float, error: float | None, steps: int) -> float:
 
 
 def robust_mean(values: FloatArray) -> tuple[float | None, float | None]:
-    """Return the mean of `values`, which is robust against one outlier, and its standard error.
+    """Return a mean of `values` that is robust against one outlier, and its standard error.
 
     The largest value is replaced by the second largest if the gap between the two exceeds the spread of the other
-    values, since the step probably included a checkpoint or a garbage collection. Two outliers are kept as a pattern.
+    values, since the step probably included a checkpoint or a garbage collection. Two outliers are kept, since they may
+    be part of a pattern.
     """
     if values.size == 0:
         return None, None

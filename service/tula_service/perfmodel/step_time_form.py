@@ -61,16 +61,16 @@ COLLECTIVES: Final = (AT.intra, AT.inter)
 """The entries of theta that are proportional to the times of collectives: s_intra and s_inter."""
 
 ABSENT: Final = -60.0
-"""The logarithm that represents an absent part of a step, which takes no time."""
+"""The logarithm that represents the time of an absent part of a step."""
 LOG_SLOWER: Final = math.log(1.28)
-"""The slowdown of compute if a convolution has 2^31 or more elements; VGG11 and AlexNet on an H100 had 18 to 39 %."""
+"""The slowdown of compute for convolutions with at least 2^31 elements; 18 to 39 % (VGG11 and AlexNet on an H100)."""
 _LARGEST_EXPONENT: Final = 20.0
-"""The limit of exponents, since the search may try values far from the data, such as exp(700), which would overflow."""
+"""The largest exponent, since the search may try values far from the data, for which exp would overflow."""
 _LOG_2 = math.log(2.0)
 
 
 def to_seconds(entries: Sequence[int]) -> FloatArray:
-    """Return the (11, 11) matrix that converts these entries of theta from logs relative to c into logs of seconds."""
+    """Return the (11, 11) matrix that converts these entries of theta from logs of ratios to c into logs of seconds."""
     matrix = np.eye(NUM_PARAMETERS)
     matrix[list(entries), AT.compute] = 1.0
     return matrix
@@ -78,7 +78,7 @@ def to_seconds(entries: Sequence[int]) -> FloatArray:
 
 @dataclass(frozen=True)
 class Terms:
-    """Logarithms of the parts of a step in seconds, shape (n,): whole step, compute, collectives, once-per-step part.
+    """The log seconds of the parts of a step, shape (n,): whole step, compute, collectives, once-per-step part.
 
     The slopes, shape (n, 11), are the derivatives of the whole step and of its compute by theta.
     """
@@ -110,7 +110,7 @@ class LogStepTimes:
 def log_terms(theta: FloatArray, points: Points, reference_batch_size: float, slow_from: float = math.inf) -> Terms:
     """Return the terms of the form at `theta`, shape (11,), for n points; `communication` is -60 for a single rank.
 
-    `slow_from` is the smallest local batch at which a convolution is so large that it needs slower kernels.
+    `slow_from` is the smallest local batch for which a convolution is so large that slower kernels are used.
     """
     c, a, log_q, log_bend, s_intra, k_intra, s_inter, k_inter, k_share, log_overlap, log_once = theta.tolist()
     log_q, log_bend, log_overlap = (min(entry, _LARGEST_EXPONENT) for entry in (log_q, log_bend, log_overlap))
@@ -157,10 +157,10 @@ def log_terms(theta: FloatArray, points: Points, reference_batch_size: float, sl
 class ResidualScales:
     """Prior standard deviations of log step time around the form, and their correlation lengths in doublings.
 
-    All clusters share the deviation `batch` at one batch, for example due to the choice of a kernel. All batches share
-    the deviation `cluster` on one cluster, for example due to link contention. Neighbouring configurations share
-    `both`, each configuration has its own deviation `own`, and each run `noise`. The default `noise` gives the
-    intervals of choices the stated coverage if runs differ by 3 %.
+    At one batch, all clusters share the deviation `batch`, for example due to the choice of a kernel. On one cluster,
+    all batches share the deviation `cluster`, for example due to link contention. Neighbouring configurations share the
+    deviation `both`; each configuration also has the independent deviation `own`, and each run the deviation `noise`.
+    With the default `noise`, the intervals of choices have the stated coverage if runs differ by 3 %.
     """
 
     batch: float = 0.041
@@ -178,18 +178,18 @@ RUN_NOISE: Final = ResidualScales().noise
 The uncertainty of a measured configuration is at most this, however far other configurations are from the form.
 """
 _STRAYING, _STRAYING_SHARE = 3.5, 0.25
-"""A quarter of the jobs is assumed to deviate 3.5 times as far from the form.
+"""A quarter of jobs are assumed to deviate 3.5 times as far from the form as other jobs.
 
-With these values, on one half of the public grids, the intervals of irregular grids contained 87 % of the
+With these values, the intervals for the irregular grids in one half of the public grids contained 87 % of the
 configurations that were not run, as intended.
 """
 
 
 def hypotheses(scales: ResidualScales) -> tuple[tuple[ResidualScales, float], ...]:
-    """Return two hypotheses about how far a job deviates from the form, each with its share of jobs.
+    """Return two hypotheses about a job's deviation from the form, each with the share of jobs that it describes.
 
-    Most jobs follow the form. For the others, the step time jumps with the batch, if another kernel is chosen, or with
-    the cluster, if a link is congested. The measurements determine the weights of the two hypotheses.
+    Most jobs follow the form. For all other jobs, the step time jumps between batches if different kernels are chosen,
+    or between clusters if a link is congested. The measurements determine the weights of the two hypotheses.
     """
     far = {name: _STRAYING * getattr(scales, name) for name in ("batch", "cluster", "both", "own")}
     return (scales, 1.0 - _STRAYING_SHARE), (replace(scales, **far), _STRAYING_SHARE)
@@ -198,7 +198,7 @@ def hypotheses(scales: ResidualScales) -> tuple[tuple[ResidualScales, float], ..
 def residual_covariance(first: Points, second: Points, scales: ResidualScales) -> FloatArray:
     """Return the covariance of the residuals without `own` and `noise`, shape (len(first), len(second)).
 
-    The covariance decreases exponentially with the distance of the points in doublings.
+    The covariance decreases exponentially with the distance between the points in doublings.
     """
     ranks, nodes = _distance(first.world_size, second.world_size), _distance(first.num_nodes, second.num_nodes)
     batch = np.exp(-_distance(first.local_batch_size, second.local_batch_size) / scales.batch_doublings)
@@ -212,7 +212,7 @@ def residual_variance(scales: ResidualScales) -> float:
 
 
 def same_points(first: Points, second: Points) -> npt.NDArray[np.bool_]:
-    """Return which pairs of points are equal, shape (len(first), len(second)); their variants are not compared."""
+    """Return a boolean array, shape (len(first), len(second)), that marks equal points; variants are ignored."""
     same = np.ones((len(first), len(second)), dtype=np.bool_)
     for name in Points.COLUMNS:
         same &= getattr(first, name)[:, None] == getattr(second, name)[None, :]

@@ -35,10 +35,10 @@ _MOST_ROUNDS = 5
 
 @dataclass(frozen=True)
 class InputWait:
-    """The time for which each step of a variant waits for data.
+    """The time that each step of a variant waits for data.
 
-    A loader takes `s_per_example` seconds (L) for each example. It can work during a share `hidden` (h) of the time
-    t - t_input in which the step does not wait, where m b is the number of examples of a rank per step and 0 <= h <= 1:
+    A loader takes `s_per_example` seconds (L) for each example. The loader can work during a share `hidden` (h, from 0
+    to 1) of the time t - t_input in which the step does not wait. With m b examples per rank and step:
 
         t_input = max(0, L m b - h (t - t_input))
 
@@ -70,7 +70,7 @@ class InputWait:
         return np.hypot(self.relative_sd * wait_s, slower.predict(points, rest_s) - wait_s)
 
     def with_loader(self, factor: float) -> InputWait:
-        """Return the waits for a loader that is assumed to take `factor` times as long per example.
+        """Return the waits if the loader takes `factor` times as long per example.
 
         The standard deviation is half of the change, because more workers shorten only a part of the loading time.
         """
@@ -113,14 +113,15 @@ class StepTimePredictions:
 class StepTimeModel:
     """A fitted model of the step time, with the `basis` of its predictions.
 
-    `observations` has the fitted measurements, one row per configuration. `extremes`, shape (n, 2), has the shortest
-    and the longest step time in seconds among the runs of each configuration. `posteriors` has an entry for each
-    measured variant, starting with the base variant of the instance type with the most runs. Other variants are
+    `observations` contains the fitted measurements, one row per configuration. `extremes`, shape (n, 2), has the
+    shortest and the longest step time in seconds among the runs of each configuration. `posteriors` has an entry for
+    each measured variant, starting with the base variant of the instance type with the most runs. Other variants are
     predicted from their prior or from the nearest measured variant, with `reference_batch_size` unless their prior has
-    a reference batch size. `paper_fits` has the paper's form if the job selected it and there are enough measurements;
-    all other predictions use the form `overlap`. All these fits describe a step without its waits for data.
-    `input_waits` has the waits by variant; a variant without an entry waits like the nearest measured variant.
-    `accumulates` is True if any candidate or run has several micro-steps, in which case the once-per-step part matters.
+    a reference batch size. `paper_fits` contains the fits of the paper's form if the job selected this form and there
+    are enough measurements; all other predictions use the form `overlap`. All fits describe steps without waits for
+    data. `input_waits` has the waits by variant; a variant without an entry is assumed to wait like the nearest
+    measured variant. `accumulates` is True if any candidate or run has several micro-steps, in which case the
+    once-per-step part must be modelled.
     """
 
     form: StepTimeForm
@@ -188,7 +189,7 @@ class StepTimeModel:
         return posterior
 
     def _input_wait(self, variant: Variant) -> InputWait:
-        """Return the waits of a variant or, if none were measured, the nearest variant's, scaled to its loader."""
+        """Return a variant's waits; if none were measured, scale the nearest variant's waits to its loader."""
         start = nearest_for_waits(variant, self.input_waits)
         if start is None:
             return NO_WAIT
@@ -197,7 +198,8 @@ class StepTimeModel:
         return wait.with_loader(math.exp(faster)) if faster else wait
 
     def _extrapolated(self, points: Points) -> npt.NDArray[np.bool_]:
-        """Return which points lie outside the measured range of their variant, or all if it was not measured."""
+        """Return a mask of the points outside their variant's measured range, with all points of unmeasured
+        variants."""
         outside = np.ones(len(points), dtype=np.bool_)
         seen = Points.of([]) if self.observations is None else self.observations.points
         for variant in set(seen.variant):
@@ -219,10 +221,10 @@ def fit_step_time(
 ) -> StepTimeModel:
     """Return the fitted step-time model of all measured variants.
 
-    `candidates` determine the largest batch b_ref, so that the generic prior means the same before and after this batch
-    is profiled, and whether the fit needs the once-per-step part. The fit of each variant starts from the nearest
-    variant that was fitted before it, corrected for the difference in hardware and for the effects of the switches
-    between the two. If `form` is not `overlap`, predictions use the paper's equation 2 once there are enough
+    `candidates` determine the largest batch b_ref, so that the generic prior does not change when this batch is
+    profiled; they also determine whether the fit requires the once-per-step part. The fit of each variant starts from
+    the nearest variant fitted so far, corrected for the difference in hardware and for the effects of the switches
+    between the two variants. If `form` is not `overlap`, predictions use the paper's equation 2 once there are enough
     measurements to fit it. Raises ObservationError if there is neither a measurement nor a prior with a scale.
     """
     prior = prior or Priors()
@@ -273,7 +275,8 @@ def fit_step_time(
 def fit_input_wait(observations: StepTimeObservations) -> InputWait:
     """Return the waits of one variant, fitted to its rows by least squares relative to the step time.
 
-    The fit only uses rows with a measured or a predicted wait. If no row has a measured wait, `NO_WAIT` is returned.
+    The fit uses only rows whose measured or predicted wait exceeds `_LEAST_SHARE` of the step. If no measured wait
+    exceeds this share, `NO_WAIT` is returned.
     """
     from scipy.optimize import lsq_linear  # imported here because few jobs wait for data
 

@@ -1,11 +1,11 @@
 """Predicts the variants of a job, each of which is an instance type with one value of each option.
 
-A launch is mainly evidence about its own variant. The prediction of an unmeasured variant starts from the nearest
-measured variant. Each option in which the two differ is a switch with an effect. The effect is measured if two other
-variants differ only in this switch, and otherwise assumed from the name of the option. The logarithms of the effects
-are added. Each further switch adds an interaction with a standard deviation of 0.25, because on public tables the
-logarithm of the joint effect of precision and compilation differs from the sum of both by -0.12 to -0.56. Effects apply
-to the step without its waits for data; the number of loader workers affects only these waits.
+A launch mainly provides evidence about its own variant. The prediction of an unmeasured variant starts from the nearest
+measured variant. Each option in which the two variants differ is a switch with an effect. The effect is measured if two
+measured variants differ only in this switch; otherwise, an effect is assumed based on the option's name. The logarithms
+of the effects are added. Each further switch adds an interaction with a standard deviation of 0.25, because in public
+tables the logarithm of the joint effect of precision and compilation differs from the sum of the two logarithms by
+-0.12 to -0.56. Effects apply to steps without waits for data; the number of loader workers affects only these waits.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _WORKERS: Final = frozenset({"num_workers", "workers", "loader_workers", "datalo
 
 
 class Launch(NamedTuple):
-    """The properties that are fixed during a launch; its configurations differ only in the local batch."""
+    """The properties that are fixed during a launch, whose configurations differ only in the local batch."""
 
     instance_type: str
     num_nodes: int
@@ -106,7 +106,7 @@ def switches(before: Options, after: Options) -> list[Switch]:
 
 
 def believed_effect(switch: Switch) -> Effect:
-    """Return the effect that is assumed for an unmeasured switch, given the names of the option and its values."""
+    """Return the assumed effect of an unmeasured switch, based on the names of the option and its values."""
     name, before, after = (part.lower() for part in switch)
     if name in _WORKERS and before.isdigit() and after.isdigit() and int(before) and int(after):
         return Effect(0.0, 0.02, links_sd=0.0, memory_sd=0.02, loading=math.log(int(before) / int(after)))
@@ -119,14 +119,14 @@ def believed_effect(switch: Switch) -> Effect:
 
 
 def _directed(effect: Effect, forwards: bool, backwards: bool) -> Effect:
-    """Return the effect for a switch forwards, its inverse for a switch backwards, or otherwise an unknown effect."""
+    """Return the effect if the switch is in this direction, its inverse for the opposite direction, else `_UNKNOWN`."""
     if backwards:
         return effect._replace(compute=-effect.compute, memory=-effect.memory)
     return effect if forwards else _UNKNOWN
 
 
 def further_switches(start: Options, base: Options, options: Options) -> int:
-    """Return how many switches from `start` to `options` are made while another option differs from the base."""
+    """Return the number of switches from `start` to `options` made while another option differs from the base."""
     made = len(switches(start, options))
     return made if switches(base, start) else max(made - 1, 0)
 
@@ -134,8 +134,8 @@ def further_switches(start: Options, base: Options, options: Options) -> int:
 def nearest(variant: Variant, measured: Iterable[Variant], *, by: frozenset[str] = frozenset()) -> Variant | None:
     """Return the measured variant that is nearest to `variant`, or None if there is no measured variant.
 
-    The nearest variant has the same instance type if possible, then the fewest switches in the options `by`, then the
-    fewest switches in all options. If several are equally near, the first is returned.
+    Variants of the same instance type are nearest, then variants with the fewest switches in the options `by`, then
+    with the fewest switches in all options. If several variants are equally near, the first is returned.
     """
 
     def distance(other: Variant) -> tuple[bool, int, int]:
@@ -153,8 +153,8 @@ def nearest_for_waits(variant: Variant, measured: Iterable[Variant]) -> Variant 
 def prior_of_variant(variant: Variant, posteriors: Mapping[Variant, Posterior], priors: Priors) -> StepTimePrior | None:
     """Return the prior of a variant, from the nearest measured variant and the effects of the switches between the two.
 
-    If the variant's instance type has no runs, the prior from earlier jobs is used where it knows the compute scale
-    better than runs on another type do.
+    If the variant's instance type has no runs, the prior from earlier jobs is used if it determines the compute scale
+    more precisely than runs on another type do.
     """
     own, start = priors.believed.get(variant.instance_type), nearest(variant, posteriors)
     if start is None:
@@ -173,7 +173,7 @@ def prior_of_variant(variant: Variant, posteriors: Mapping[Variant, Posterior], 
 
 
 def posterior_to_start_from(variant: Variant, posteriors: Mapping[Variant, Posterior]) -> Posterior | None:
-    """Return the posterior of the nearest measured variant if it has the same instance type, else None."""
+    """Return the posterior of the nearest measured variant if this variant has the same instance type, else None."""
     start = nearest(variant, posteriors)
     return None if start is None or start.instance_type != variant.instance_type else posteriors[start]
 

@@ -102,7 +102,7 @@ def test_memory_prices_count_every_ranks_peak_in_gigabytes():
     offer = Offer(usd_per_gb_hour=1.0, usd_per_rank_hour=2.0)
     (one,) = estimates([(4, 25, 0.5)], offer, peak_bytes=PEAK)
     assert one.cost_usd.mean == pytest.approx(10.0 / 3600 * 4 * (8.0 + 2.0))
-    with pytest.raises(ObservationError, match="needs predicted memory"):
+    with pytest.raises(ObservationError, match="requires a memory prediction"):
         estimates([(4, 25, 0.5)], offer)
 
 

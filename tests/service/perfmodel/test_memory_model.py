@@ -172,7 +172,7 @@ def test_readings_that_are_no_readings_are_refused(peak):
 
 
 def test_nothing_known_is_refused():
-    with pytest.raises(ObservationError, match="no memory was measured"):
+    with pytest.raises(ObservationError, match="no memory use was measured"):
         fit_memory(MemoryObservations())
 
 

@@ -188,7 +188,7 @@ def test_a_choice_that_the_budget_cannot_measure_is_not_called_measured():
     goal = Goal("time", Training(1e6), GOAL.offers)
     step = plan("adaptive", left, fitted(slow, left), goal=goal, budget=budget)
     assert step.runs == ()
-    assert "stays a prediction" in str(step.stop_reason)
+    assert "is still a prediction" in str(step.stop_reason)
 
 
 def test_every_instance_type_gets_its_largest_cluster():
