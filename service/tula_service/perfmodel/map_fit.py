@@ -118,7 +118,8 @@ class Posterior:
     def residual(self, points: Points) -> FloatArray:
         """Return the expected deviation of log step time from the form, shape (n,).
 
-        The part that each measured point has to itself is not included."""
+        The independent residual of each measured point is not included.
+        """
         of_members = [
             residual_covariance(points, self.points, member.scales) @ member.weights for member in self.members
         ]

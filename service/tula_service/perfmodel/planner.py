@@ -539,7 +539,7 @@ def _expected_gains(choice: Choice, runnable: Collection[Configuration]) -> dict
 def _shortest_steps(choice: Choice) -> dict[tuple[Configuration, bool], float]:
     """Return the shortest plausible step times of unmeasured estimates, by key.
 
-    They are given as the distance of their logarithm from its mean, in standard deviations.
+    Each is given as the distance of its logarithm from the mean, in standard deviations.
 
     Additional ranks only add communication, so a step is assumed to be no shorter than the mean step with the same
     local batch on a smaller cluster, less two standard deviations. Without this assumption, the planner would launch

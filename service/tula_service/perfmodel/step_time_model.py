@@ -198,8 +198,7 @@ class StepTimeModel:
         return wait.with_loader(math.exp(faster)) if faster else wait
 
     def _extrapolated(self, points: Points) -> npt.NDArray[np.bool_]:
-        """Return a mask of the points outside their variant's measured range, with all points of unmeasured
-        variants."""
+        """Return a mask of the points outside their variant's measured range, or of unmeasured variants."""
         outside = np.ones(len(points), dtype=np.bool_)
         seen = Points.of([]) if self.observations is None else self.observations.points
         for variant in set(seen.variant):
