@@ -24,7 +24,7 @@ def names() -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmarks named on the command line, or all benchmarks; return how many of them failed."""
+    """Run the benchmarks named on the command line, or all benchmarks; return the number of benchmarks that failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="a benchmark to run (default: all)")
     parser.add_argument("--out", type=Path, default=FOLDER / "results", help="folder for the JSON files")

@@ -99,7 +99,7 @@ def rank_main(options: argparse.Namespace) -> None:
 
 
 def load() -> None:
-    """Import modules before the fork that ranks would otherwise import at the first step or with the first shipment.
+    """Before the fork, import the modules that ranks would otherwise import at the first step or shipment.
 
     On separate nodes, these imports end within the warm-up. Eight ranks on the few cores of one machine would still be
     importing when a profiling run measures, so its steps would appear slow.

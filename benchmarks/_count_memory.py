@@ -1,12 +1,12 @@
-"""Adds a column with the results of `estimate_memory` to a table of memory readings; needs no device and no launch.
+"""Adds a column with the results of `estimate_memory` to a table of memory readings, without a device or a launch.
 
     python -m benchmarks._count_memory --grids FILE --out FILE [--models N]
     python -m benchmarks.memory --grids FILE
 
 The second command then scores `memory.analytic.*` (the two smallest batches and the counted slope) and
 `memory.counted_one.*` (the smallest batch alone and the counted slope). The output has rows only for networks whose
-name in the table is a name of timm. Images have the size that timm uses, and the optimizer is SGD with momentum. This
-program needs timm and a torchvision that matches torch; the repository's own environment has neither.
+name in the table is also the name of a timm model. Images have the size that timm uses, and the optimizer is SGD with
+momentum. This program needs timm and a torchvision that matches torch; the repository's own environment has neither.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python -m benchmarks._switches [--options compile,checkpointing,precision,num_workers] [--ranks 2] [--json OUT]
 
 `tula tune` chooses nodes (ranks on this machine), batch and values of the options for `examples/switches_ddp.py`, whose
-ranks run on the CPU and use gloo. A second job then measures every candidate. `switches.regret` is how much longer
-training takes with the choice than with the best candidate, both as measured by the second job; `switches.launches` and
-`switches.exhaustive` are the launches of the two jobs. The exit status is 1 if the regret is above 5 % or the first job
-needed more than half as many launches as the second. The benchmark needs idle cores.
+ranks run on the CPU and use gloo. A second job then measures every candidate. `switches.regret` is the relative
+increase in training time of the choice over the best candidate, both as measured by the second job; `switches.launches`
+and `switches.exhaustive` are the launches of the two jobs. The exit status is 1 if the regret is above 5 % or the first
+job needed more than half as many launches as the second. The benchmark needs idle cores.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def tune(server: Server, folder: Path, search: str, options: dict[str, tuple[str
 
 
 def hours(run: Run) -> float:
-    """Return how many hours the whole training takes at a run's measured step time."""
+    """Return the duration of the whole training in hours at a run's measured step time."""
     assert run.step_time_s is not None
     return 1000 * SIZE / run.configuration.global_batch_size * run.step_time_s / 3600
 

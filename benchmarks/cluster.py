@@ -95,8 +95,8 @@ class Size:
     """The size of the benchmark: N = 2, 4, ... `max_nodes`, b = 8, 16, ... `max_batch`; `steady_steps` at full speed.
 
     `max_runs` limits the runs of the compared searches; by default, the service's limit applies. With `full`, every
-    candidate is measured before and after the searches; without it, the partial search, which measures both of two
-    candidates, gives the true step times.
+    candidate is measured before and after the searches. Otherwise, there are only two candidates, and the partial
+    search, which measures both, provides the true step times.
     """
 
     max_nodes: int = 8
@@ -214,8 +214,8 @@ class Bench:
         return figures
 
     def shared_launches(self) -> dict[str, float]:
-        """Compare shared launches with one launch per run; return the ratios of their costs, and how much step times
-        differ.
+        """Compare shared launches with one launch per run; return the ratios of their costs and the differences in step
+        time.
         """
         shared, single, repeat = self.both_ways("waits", self.job_command(10_000), self.waits, repeats=2)
         joint, apart, again = map(_step_times, (shared, single, repeat))
@@ -329,7 +329,7 @@ class Bench:
         return read
 
     def tune(self, search: str, *, project: str = "") -> dict[str, Any]:
-        """Run `tula tune` over all candidates; return its JSON. The default project has the name of the search."""
+        """Run `tula tune` over all candidates; return its JSON. By default, the project is named after the search."""
         client, environment = self.project(project or search)
         folder = self.folder / (project or search)
         spec = self.spec(folder, search, self.waits)
@@ -360,7 +360,7 @@ class Bench:
     def work(
         self, project: str, command: list[str], space: str, budget: int, again: Sequence[tuple[int, int]] = ()
     ) -> dict[str, Any]:
-        """Do what `tula tune` does, with shared launches or with one launch for each of `again`; return its output."""
+        """Act as `tula tune` does, with shared launches or with one launch for each of `again`; return the output."""
         client, environment = self.project(project)
         folder = self.folder / project
         configurations = tuple(Configuration(num_nodes=nodes, local_batch_size=batch) for nodes, batch in again)
@@ -458,7 +458,7 @@ def served(cluster: Cluster) -> Iterator[tuple[Client, dict[str, str]]]:
 
 
 def stolen_share(since: tuple[int, int]) -> float:
-    """Return the share of processor time that other machines on the host used since an earlier `processor_clock`."""
+    """Return the share of processor time that the host gave to other machines since an earlier `processor_clock`."""
     stolen, rest = (late - early for early, late in zip(since, processor_clock(), strict=True))
     return stolen / max(stolen + rest, 1)
 

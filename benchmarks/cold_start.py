@@ -7,8 +7,8 @@ FILE contains step times on a single device. It has the columns of tests/data/si
 product's own prior predicts every row, with and without a history of earlier jobs. Histories are drawn at random (the
 same in every run) from other networks of the same source: `here` is the number of earlier jobs on the same GPU, and
 `elsewhere` the number on other GPUs. The jobs have the `same` precision as the target, or `any`. The keys
-`cold.<precision>.<here>.<elsewhere>.median` and `.p90` are the factor by which the guess is off, less 1 (0.5: the true
-time is half as long again as the guess, or a third shorter), and `.coverage` is the coverage of its 90 % intervals.
+`cold.<precision>.<here>.<elsewhere>.median` and `.p90` are the factor by which the guess is wrong, minus 1 (0.5: the
+true time is 50 % longer than the guess, or a third shorter), and `.coverage` is the coverage of its 90 % intervals.
 `.without` is the median factor for the same targets from hardware figures alone. Histories for which there are too few
 rows are left out. Without history, `cold.all.median` and `.p90` cover every batch in FILE, and `cold.small.*` cover
 batches of up to 32; all other figures cover the largest batch of each network. `cold.mixed.0.0.median` and `.p90` cover
@@ -54,7 +54,7 @@ KEPT_PER_OUTPUT = 2.0
 
 @dataclass(frozen=True)
 class Timing:
-    """The guess for one network on one device, and the logarithm of the measured time over the guessed one."""
+    """The guess for one network on one device, and the logarithm of the measured time divided by the guessed time."""
 
     source: str
     gpu: str
@@ -66,7 +66,7 @@ class Timing:
 
 
 def parse_precision(row: Mapping[str, str]) -> Precision:
-    """Return the row's precision, as a specification names it. Raises ValueError for an unknown name."""
+    """Return the row's precision, named as in a specification. Raises ValueError for an unknown name."""
     if row["precision"] not in PRECISIONS:
         raise ValueError(f"precision {row['precision']!r} is unknown: use one of {', '.join(PRECISIONS)}.")
     return PRECISIONS[row["precision"]]

@@ -1,4 +1,4 @@
-"""Measures how accurate step times are without an edit of the script, and the time to a first recommendation.
+"""Measures the accuracy of step times without an edit of the script, and the time to a first recommendation.
 
     python -m benchmarks.ease [--fresh] [--rounds 3] [--json OUT] [--smoke]
 
@@ -6,15 +6,15 @@ Each script of tests/e2e/scripts/unedited trains with two ranks on this machine,
 with the lines of docs/embed.md added to the script. Two runs of a script differ by up to a third on a shared machine.
 Therefore one more line in both variants imports a clock that records when each optimizer step ends
 (benchmarks/_step_clock.py), and each measured step time is divided by the clock's time of the same step. Keys:
-`no_edit.scripts_measured` is how many of the fourteen scripts were measured with their own batch, accumulation and
-world size. `no_edit.<script>.step_time_error` is the relative difference of this ratio between runs without an edit and
-runs with the agent's lines (0.03: 3 %); each ratio is the median over the steps, and then over the rounds.
+`no_edit.scripts_measured` is the number of the fourteen scripts that were measured with their own batch, accumulation
+and world size. `no_edit.<script>.step_time_error` is the relative difference of this ratio between runs without an edit
+and runs with the agent's lines (0.03: 3 %); each ratio is the median over the steps, and then over the rounds.
 `no_edit.step_time_error.median` and `.max` summarise the errors of all scripts, and `no_edit.across_runs.median` is the
 median error if step times of the two variants are compared directly. `seconds_to_recommendation.digits` is the
 wall-clock time of `tula tune` on examples/digits_ddp.py with the job of examples/demo.py, from the command to its
 recommendation; the service is already running. `--fresh` builds a wheel and measures in a new virtual environment with
 this wheel, its extras `agent` and `service`, and the scripts' frameworks. The smoke run measures only one script, and
-not the digits.
+omits `seconds_to_recommendation.digits`.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ class Measured:
     """The first rank's data after warm-up: step times in seconds, and all values of (local batch, accumulation, world
     size).
 
-    `by_the_clock` is the ratio of a step's measured time to the independent clock's time of the same step, in the
-    median.
+    `by_the_clock` is the median ratio of a step's measured time to the independent clock's time of the same step.
     """
 
     step_time_s: list[float]
@@ -81,7 +80,7 @@ class Measured:
 
 
 def embedded(source: str) -> str:
-    """Return the script with the agent's lines added: those for a callback, a loop, or a loop without a loader."""
+    """Return the script with the agent's lines for a callback, a loop over a loader, or a loop without a loader."""
     if "pl.Trainer(" in source:
         call = "pl.Trainer(callbacks=[__import__('tula_agent.callbacks.lightning').callbacks.lightning.TulaCallback()],"
         return source.replace("pl.Trainer(", call)
@@ -225,7 +224,9 @@ def without_an_edit(scripts: Sequence[Path], rounds: int, modules: Sequence[str]
 
 
 def tuned(spec: str, script: Sequence[str], read: Callable[[Client], T]) -> tuple[float, T]:
-    """Run `tula tune` on a script; return its seconds and the result of `read`. Raises RuntimeError if it fails."""
+    """Run `tula tune` on a script; return its duration in seconds and the result of `read`. Raises RuntimeError on
+    failure.
+    """
     with tempfile.TemporaryDirectory() as name, Server(f"sqlite:///{name}/tula.db") as server:
         start = ["--launcher", "torchrun", "--", *script]
         Path(name, "job.toml").write_text(spec)

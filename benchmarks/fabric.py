@@ -2,11 +2,12 @@
 
     python -m benchmarks.fabric [--smoke] [--json OUT]        (root, iproute2)
 
-For each combination of three bandwidths and two network sizes, the benchmark creates a project and does the following:
-a profiling run on one node, whose agent records when each bucket of gradients is ready; a probe between two nodes; the
-service's prediction for eight nodes; a probe of all eight nodes; a second prediction; and a run on eight nodes, which
-measures the true step time. Compute is simulated by waiting (`benchmarks._cluster_job`), and ranks have priority over
-other programs, so that eight ranks on the cores of one machine take as long as ranks on separate nodes.
+For each combination of three bandwidths and two network sizes, the benchmark creates a project and performs the
+following steps: a profiling run on one node, whose agent records when each bucket of gradients is ready; a probe
+between two nodes; the service's prediction for eight nodes; a probe of all eight nodes; a second prediction; and a run
+on eight nodes, which measures the true step time. Compute is simulated by waiting (`benchmarks._cluster_job`), and
+ranks have priority over other programs, so that eight ranks on the cores of one machine take as long as ranks on
+separate nodes.
 
 The keys `from_two.*` and `from_all.*` are the errors of the predictions after the probe of two and of all nodes, as
 `median_error` and `worst` (0.1: 10 %). `added.median_error` is the error of a prediction that adds the compute time and

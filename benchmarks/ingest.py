@@ -2,16 +2,16 @@
 
     python -m benchmarks.ingest [--json OUT] [--seconds 6] [--smoke]
 
-Requests have tokens, and commits are durable. A step value is one value of one column at one step. The requests come
+Requests carry tokens, and commits are durable. A step value is the value of one column at one step. The requests come
 from separate processes on the same machine, so the service and its clients share the cores. `raw` writes the same rows
 with the database driver alone, with one commit per chunk, before and after each case; fractions are relative to the
-mean of both. `cpu_s_per_million` is the user and system time of the service's processes per million step values, which
-other work on the machine affects less than rates. `agents` sends the requests of agents, alternately samples and
-telemetry of ten steps; the number of requests per second is the number of agents that can each send one request per
-second. It is measured with one, two and four workers, and with two replicas on one Postgres. `alone` and `beside_fits`
-measure an agent that sends one request after another, without and with four users who constantly ask what-if questions
-about 924 candidates (`--only fits` measures only these cases). `--smoke` sends a few requests of every case to one
-worker, which only shows that the benchmark works.
+mean of both. `cpu_s_per_million` is the user and system time of the service's processes per million step values; other
+work on the machine affects this time less than it affects rates. `agents` sends the requests of agents, alternately
+samples and telemetry of ten steps; the number of requests per second is the number of agents that can each send one
+request per second. It is measured with one, two and four workers, and with two replicas on one Postgres. `alone` and
+`beside_fits` measure an agent that sends one request after another, without and with four users who constantly ask
+what-if questions about 924 candidates (`--only fits` measures only these cases). `--smoke` sends a few requests of
+every case to one worker, which only shows that the benchmark works.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def wide_job(name: str, instance_types: int) -> dict[str, object]:
 
 
 def series(steps: int, seed: int) -> np.ndarray:
-    """Return columns like those of a training run, with noise in every digit: float64 of shape (columns, steps)."""
+    """Return columns that resemble those of a training run, with noise in every digit: float64 (columns, steps)."""
     noise = np.random.default_rng(seed)
     at = np.arange(steps)
     return np.stack(
@@ -160,7 +160,7 @@ KINDS = {"telemetry": telemetry_requests, "samples": sample_requests, "agents": 
 
 @contextmanager
 def questions(server: Server, header: str, instance_types: int) -> Iterator[list[int]]:
-    """Let four users ask what-if questions about three jobs with many candidates; yield the responses' statuses."""
+    """Simulate four users who ask what-if questions about three jobs with many candidates; yield the status codes."""
     headers = dict([header.strip().split(": ", 1)])
     statuses: list[int] = []
     ended = threading.Event()

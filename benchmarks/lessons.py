@@ -5,10 +5,10 @@
 FILE contains grids of step times with the columns of tests/data/grids/step_time.csv and optionally `parameters`, the
 network's number of parameters. On every cluster with at least three networks, each network is held out in turn: it has
 been profiled on one GPU, and each other network is an earlier job that was fitted to its whole grid. `lessons` predicts
-the held-out network's configurations on eight or more GPUs from its own rows and the earlier jobs, and `without`
-predicts them from its own rows and the generic prior. The figures over all these configurations are the `median_error`
-and `p90_error` of |predicted / measured - 1|, and the `coverage` of the 90 % intervals. `--smoke` uses only networks
-that were measured on two or more GPUs, since the repository's grids contain no others.
+the held-out network's configurations on eight or more GPUs from that network's rows and the earlier jobs, and `without`
+predicts them from that network's rows and the generic prior. The figures over all these configurations are the
+`median_error` and `p90_error` of |predicted / measured - 1|, and the `coverage` of the 90 % intervals. `--smoke` uses
+only networks that were measured on two or more GPUs, since the repository's grids contain no others.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PARAMETERS = {
 
 @dataclass(frozen=True)
 class Job:
-    """A network's largest grid on a cluster, and its number of parameters, or None if unknown."""
+    """A network's largest grid on a cluster, and the network's number of parameters (None: unknown)."""
 
     workload: Workload
     cluster: str
@@ -57,7 +57,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Score:
-    """The errors of predictions for one job's large configurations, and whether their intervals contain the truth."""
+    """The errors of predictions for one job's large configurations, with flags for intervals that contain the truth."""
 
     errors: Sequence[float]
     inside: Sequence[float]

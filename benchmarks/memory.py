@@ -1,4 +1,4 @@
-"""Predicts the memory of the largest batch from readings at the two smallest, on measured workloads.
+"""Predicts the memory of the largest batch from readings at the two smallest batches of measured workloads.
 
     python -m benchmarks.memory [--grids FILE] [--json OUT] [--smoke]
 
@@ -18,10 +18,10 @@ fitted to the lines through the readings of networks of all other families on th
 figures without static memory. Networks whose names begin with the same letters are a family.
 
 For `ceiling.*`, the largest reading is taken as the capacity, and the two smallest batches are read. `ceiling.median`
-and `ceiling.worst` are the errors of the largest batch that is as likely to fit as not. `ceiling.unsafe` is the share
-of workloads whose promised batch (which fits with a probability of 95 %) is larger than the batch of the largest
-reading, and `ceiling.used` is the median of the promised batch divided by the batch of the largest reading. All figures
-are fractions.
+and `ceiling.worst` are the errors of the batch that is predicted to fit with a probability of 50 %. `ceiling.unsafe` is
+the share of workloads whose promised batch (which fits with a probability of 95 %) is larger than the batch of the
+largest reading, and `ceiling.used` is the median of the promised batch divided by the batch of the largest reading. All
+figures are fractions.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def valid_readings(workload: MemoryWorkload, *, near_capacity: bool = True) -> i
 
 
 def analytic_slope(workload: MemoryWorkload) -> float | None:
-    """Return the counted bytes per example between the two smallest batches, or None without counts."""
+    """Return the counted bytes per example between the two smallest batches, or None if there are no counts."""
     if workload.analytic_bytes is None:
         return None
     first, second = workload.analytic_bytes[:2]
@@ -169,7 +169,7 @@ def score(
 
 
 def ceiling(workloads: Sequence[MemoryWorkload], static: Mapping[str, float]) -> dict[str, float]:
-    """Predict the largest batch from the two smallest; return the errors, and how often the promise fails."""
+    """Predict the largest batch from the two smallest; return the errors and the rate at which the promise fails."""
     offs, shares = [], []
     for workload in workloads:
         valid = valid_readings(workload)

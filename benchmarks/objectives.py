@@ -98,7 +98,7 @@ def answer(seen: Workload, name: Objective | Literal["kneedle"], examples: float
 
 
 def kneedle(seen: Workload, runs: Sequence[Placement]) -> Placement:
-    """Return the fastest candidate nearest to Kneedle's knee in log-log; if there is no knee, the fastest candidate."""
+    """Return the fastest candidate at the batch nearest to Kneedle's knee, or of all batches if there is no knee."""
     from kneed import KneeLocator
 
     model = fit_step_time(seen.measure(runs), candidates=seen.candidates)
@@ -114,7 +114,7 @@ def kneedle(seen: Workload, runs: Sequence[Placement]) -> Placement:
 
 
 def dense_curve(candidates: Sequence[Placement], model: StepTimeModel) -> tuple[FloatArray, FloatArray]:
-    """Return global batches, evenly spaced in log, and each one's predicted time per example on the fastest cluster."""
+    """Return logarithmically spaced global batches, and their predicted times per example on the fastest cluster."""
     sizes = [c.global_batch_size for c in candidates]
     batches = np.geomspace(min(sizes), max(sizes), _CURVE_POINTS)
     times = np.full(batches.size, np.inf)
@@ -129,7 +129,7 @@ def dense_curve(candidates: Sequence[Placement], model: StepTimeModel) -> tuple[
 
 
 def judge(workload: Workload, noise: float, examples: float) -> Judged:
-    """Evaluate every objective on one workload, and how the candidates' range affects the choice of the default."""
+    """Evaluate every objective on one workload, and the effect of the candidates' range on the default's choice."""
     time = {c: workload.step_time_s[c] * examples / c.global_batch_size for c in workload.candidates}
     cost = {c: time[c] * c.world_size for c in workload.candidates}
     batches = [c.global_batch_size for c in workload.candidates]
@@ -181,7 +181,7 @@ def only(seen: Workload, rows: Sequence[Placement]) -> Workload:
 
 
 def moves(candidates: Sequence[Placement]) -> list[tuple[bool, list[Placement], list[Placement]]]:
-    """Return (inward, rows before, rows after) for each end of a range that moves, as the module's docstring describes.
+    """Return (inward, rows before, rows after) for each move of an end of a range (see the module's docstring).
 
     Moves that change no row, and moves from or to fewer than four rows, are left out.
     """

@@ -1,4 +1,4 @@
-"""Measures the regret and launches of plans over nodes, batch and options, and the errors of effects of options.
+"""Measures the regret and launches of plans over nodes, batch and options, and errors in the effects of options.
 
     python -m benchmarks.options [--tables FOLDER] [--draws 5] [--noise 0.03] [--json OUT] [--smoke]
 
@@ -16,8 +16,8 @@ assumes. Some effects make a step slower, pairs of effects interact, and in ever
 the compute, so runs report a wait for data. Half precision and checkpointing reduce the memory per example; static
 bytes differ by 10 % between variants, and the peak is the larger of two linear functions of the batch.
 
-`options.regret.time.mean`, `.cost.mean` and `.max` are how much more time or cost the recommendation needs than the
-best of all combinations, over tables and synthetic jobs; `source.*` are the same figures for each table.
+`options.regret.time.mean`, `.cost.mean` and `.max` are the relative increase in time or cost of the recommendation over
+the best of all combinations, over tables and synthetic jobs; `source.*` are the same figures for each table.
 `.everything.*` are the regrets of the configuration with the least reading if every configuration is measured once with
 the same noise, in 100 draws: `.mean` over draws and jobs, `.max` for the worst job of each draw (the median over
 draws), and `.above_ten` the share of draws in which a job's regret is above 10 %. `options.launches.one`, `.two` and
@@ -86,7 +86,7 @@ _ORDERED: Final[Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """The measured configurations of a job with options: seconds per step, and how much of them is a wait for data."""
+    """The measured configurations of a job with options: seconds per step, and seconds spent waiting for data."""
 
     name: str
     source: str
@@ -158,8 +158,8 @@ def _job(
 def h100_jobs() -> Iterator[tuple[Job, dict[Configuration, float]]]:
     """Yield the jobs of one H100, each with the peak bytes of its configurations.
 
-    A network's precision is varied without checkpointing, and checkpointing is varied in the precision that has both
-    values.
+    A network's precision is varied without checkpointing, and checkpointing is varied in the precision for which both
+    of its values were measured.
     """
     steps = {
         (row["network"].removesuffix("+checkpointing"), row["precision"], bool(int(row["activation_checkpointing"])),
@@ -204,7 +204,7 @@ def _of_dlperf(row: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
 
 
 def _of_lambda(row: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
-    """Return the network with its machine, the precision, and whether XLA compiled (from the machine's name)."""
+    """Return the network with its machine, the precision, and the XLA setting (from the machine's name)."""
     network, _, precision = row["model"].rpartition(" ")
     if precision not in ("fp16", "fp32") or "trt2" in row["network"]:  # near-duplicates of `trt`
         return None
@@ -213,7 +213,7 @@ def _of_lambda(row: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
 
 
 def _of_tf_cnn(row: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
-    """Return the network with its cluster, and whether the data was real or synthetic."""
+    """Return the network with its cluster, and the kind of data (real or synthetic)."""
     if row["notes"] not in ("real data", "synthetic data"):
         return None
     return f"{row['model']} {row['network']}", {"loader": row["notes"].split()[0]}
@@ -337,7 +337,7 @@ def replay(job: Job, objective: Objective, factors: Mapping[Configuration, float
 
 
 def regret(job: Job, chosen: Configuration, objective: Objective) -> float:
-    """Return how much more time or cost a configuration needs than the best one in the table (0.1 = 10 %)."""
+    """Return the relative excess of a configuration's time or cost over the table's best (0.1 = 10 %)."""
     return job.value(chosen, objective) / min(job.value(c, objective) for c in job.candidates) - 1.0
 
 
@@ -357,7 +357,7 @@ def draw_noise(job: Job, sd: float, draw: int) -> dict[Configuration, float]:
 
 @dataclass
 class Errors:
-    """The errors of predictions, |log(predicted / measured)|, and whether each interval contains the measured time."""
+    """The errors |log(predicted / measured)|, with flags for intervals that contain the measured time."""
 
     errors: list[float] = field(default_factory=list)
     within: list[bool] = field(default_factory=list)

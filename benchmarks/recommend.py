@@ -147,7 +147,7 @@ def latencies_ms(ask: Callable[[int], None], times: int) -> list[float]:
 
 
 def measure(client: httpx.Client, made: list[tuple[str, str]], times: int) -> dict[str, list[float]]:
-    """Measure the milliseconds of each kind of request, about jobs from all parts of the table."""
+    """Measure the latency of each kind of request in milliseconds, with jobs from all parts of the table."""
     chosen = [made[place] for place in np.linspace(0, len(made) - 1, 20).astype(int)]
     numbers = itertools.count(10**6)
 

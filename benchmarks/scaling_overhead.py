@@ -4,15 +4,15 @@
 
 Each part that Tula adds is timed separately: the leaf hooks (which run again on the finished gradients, active or
 inactive as at the end of the step), and the time that `step` spends outside the wrapped optimizer's `step`. The
-difference of two whole step times would be too noisy to show one percent. `overhead.fraction` is the share of the
-default policy after its first 512 steps, when it measures every eighth step and clips spikes at every step.
-`overhead.direction_fraction` is what turning the updates of matrices adds to every step, for those matrices that the
-default turns at this batch. `overhead.first_steps_fraction` is the share of the default policy while it measures every
-step, and `overhead.measure_fraction` the share of the policy `measure`, which measures every eighth step.
-`operations.*` are the floating-point operations of turning as a share of the operations of the forward and backward
-passes: for GPUs, by the number of images of 224 x 224 per rank and the number of ranks, and for the passes measured on
-this machine. `--smoke` takes two steps of a narrow ResNet-18 on tiny images; its figures only show that the benchmark
-works.
+difference between two whole step times would be too noisy to resolve one percent. `overhead.fraction` is the share of
+the default policy after its first 512 steps, when it measures every eighth step and clips spikes at every step.
+`overhead.direction_fraction` is the share that turning the updates of matrices adds to every step, for those matrices
+that the default turns at this batch. `overhead.first_steps_fraction` is the share of the default policy while it
+measures every step, and `overhead.measure_fraction` the share of the policy `measure`, which measures every eighth
+step. `operations.*` are the floating-point operations of turning as a share of the operations of the forward and
+backward passes: for GPUs, by the number of images of 224 x 224 per rank and the number of ranks, and for the passes
+measured on this machine. `--smoke` takes two steps of a narrow ResNet-18 on tiny images; its figures only show that the
+benchmark works.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests whether training whose steps differ in length takes as long as predicted, with real processes and service.
+"""Tests predictions for training with steps of unequal length, with real processes and a real service.
 
     python -m benchmarks.stalls [--steps N] [--json OUT] [--smoke]
 
@@ -73,7 +73,7 @@ def batches(scenario: Scenario, size: int, steps: int) -> Iterator[torch.Tensor]
 
 
 def train(scenario: Scenario, variables: dict[str, str], steps: int, seed: int, result: Connection) -> None:
-    """Train as a user's script does, in a process of the run; send the mean seconds per step to `result`."""
+    """Train as a user's script does, in one of the run's processes; send the mean seconds per step to `result`."""
     os.environ.update(variables)
     size, dice = int(variables["TULA_LOCAL_BATCH_SIZE"]), random.Random(seed)
     weight = torch.nn.Parameter(torch.zeros(1))
@@ -105,7 +105,7 @@ class Bench:
         )  # fmt: skip
 
     def launch(self, scenario: Scenario, run: Run, steps: int, seed: int) -> float:
-        """Train in a process of the run; return the mean seconds per step."""
+        """Train in one of the run's processes; return the mean seconds per step."""
         folder = self.folder / run.id
         variables = run_variables(
             run, url=self.url, token=self.token, spool=folder, checkpoints=folder, restart=0

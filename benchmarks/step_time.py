@@ -15,10 +15,11 @@ the planner requested, and a cluster that is launched twice counts twice. `colum
 errors on the other clusters after launches with every batch: on the largest cluster, on the largest and the smallest,
 and on these two and one between them. For `noise.*`, profiled step times differ from the true step times by `--noise`
 (a standard deviation of the logarithm, with one value per run), in `--draws` draws. The regret is computed from the
-true times, and `noise.coverage.chosen` is how often the 90 % interval of the configuration chosen for least time or
-cost contains its true time. For every mean M, M.low and M.high are the ends of a 90 % interval from resampled
-workloads. `plan_ms.4096` and `plan_mib.4096` are the time and the memory that the first plan of a job with 4,096
-candidates takes. All figures are fractions (0.04 = 4 %) except `plan_ms`, `plan_mib`, `fit_ms`, launches and runs.
+true times, and `noise.coverage.chosen` is the share of cases in which the 90 % interval of the configuration chosen for
+least time or cost contains its true time. For every mean M, M.low and M.high are the ends of a 90 % interval from
+resampled workloads. `plan_ms.4096` and `plan_mib.4096` are the time and the memory that the first plan of a job with
+4,096 candidates takes. All figures are fractions (0.04 = 4 %) except `plan_ms`, `plan_mib`, `fit_ms`, launches and
+runs.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def profile(
 
 
 def designed(workload: Workload, runs: int) -> list[Placement]:
-    """Return the configurations that are most informative about all others; the planner always starts with them."""
+    """Return the configurations that are most informative about all others, with which the planner always starts."""
     return design(workload.candidates, Priors(), runs)  # type: ignore[return-value]
 
 
@@ -200,7 +201,7 @@ def replay(workload: Workload, *, noise: float, draws: int) -> Figures:
 
 
 def noisy_choices(workload: Workload, figures: Figures, noise: float, draws: int) -> None:
-    """Add the regret in true times of choices from noisy runs, and how often the intervals contain the true time."""
+    """Add the regret (in true times) of choices from noisy runs, and the coverage of their intervals."""
     regrets, inside = [], []
     for draw in range(draws):
         table = workload.noisy(noise, np.random.default_rng([draw, zlib.crc32(workload.name.encode())]))
@@ -235,7 +236,7 @@ def make_goal(name: str, limits: Limits | None = None) -> Goal:
 
 
 def shared_launches(workload: Workload, figures: Figures) -> None:
-    """Add errors after one, two and three launches with every batch; add regret and number of the plan's launches."""
+    """Add errors after one, two and three launches with every batch; add the plan's regret and number of launches."""
     ordered = [*end_launches(workload.candidates), *middle_launch(workload.candidates)]
     for number, name in enumerate(LAUNCHES, 1):
         chosen = {*ordered[:number]}
@@ -257,7 +258,7 @@ def shared_launches(workload: Workload, figures: Figures) -> None:
 
 
 def time_fit(workload: Workload, profiled: Sequence[Placement]) -> float:
-    """Return the milliseconds to fit and to predict 64 candidates (the best of three, since the core is shared)."""
+    """Return the milliseconds to fit and to predict 64 candidates (the minimum of three, since the core is shared)."""
     observed = workload.measure(profiled)
     candidates = [workload.candidates[i % len(workload.candidates)] for i in range(_TIMED_CANDIDATES)]
     taken = []
@@ -269,7 +270,7 @@ def time_fit(workload: Workload, profiled: Sequence[Placement]) -> float:
 
 
 def time_plan(clusters: int) -> dict[str, float]:
-    """Return the milliseconds (best of three) and MiB of a job's first plan for the least time with 4,096 candidates.
+    """Return the milliseconds (minimum of three) and MiB of a job's first plan for least time with 4,096 candidates.
 
     The job has as many batches as `clusters`; a smoke run has fewer candidates but the same keys.
     """
@@ -289,7 +290,7 @@ def time_plan(clusters: int) -> dict[str, float]:
 
 
 def regret(workload: Workload, planned: Sequence[Placement], figures: Figures) -> None:
-    """Add how much worse the recommended configurations are than the best in the table; prices are per GPU-hour."""
+    """Add the regret of the recommended configurations relative to the table's best; prices are per GPU-hour."""
     values = training_values(workload)
     spent, paid = values["time"], values["cost"]
     largest = max(workload.candidates, key=lambda c: (c.world_size, c.local_batch_size))

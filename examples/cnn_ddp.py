@@ -7,7 +7,7 @@ torchvision (`pip install 'tula[examples]'`). Its images are drawn at random onc
 loader limits the speed. The numbers of images and classes are those of the paper's data sets. The paper does not state
 the size of images; here, images of CIFAR-100 are 32 x 32, and all others are 224 x 224.
 
-`--facts` prints the network's facts as they are in the job's file, and does not train.
+`--facts` prints the network's facts as in the job file, and does not train.
 """
 
 import argparse
@@ -54,7 +54,7 @@ class Images(Dataset[tuple[torch.Tensor, int]]):
 
 
 def print_facts(name: str) -> None:
-    """Print the `model` of the job's file, counted on the network; a step has three times the forward pass's FLOPs."""
+    """Print the network's `[model]` values for a job file; a step takes three times the forward pass's FLOPs."""
     from torch.utils.flop_counter import FlopCounterMode
 
     _, _, side, classes = DATA[name]

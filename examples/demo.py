@@ -124,7 +124,7 @@ def demonstrate(folder: Path, output: Path, epochs: int, most: int) -> None:
 
 
 def unprofiled(recommendation: Recommendation) -> list[Candidate]:
-    """Return two allowed candidates that were not profiled: those with the smallest and the largest global batch."""
+    """Return the allowed candidates with the smallest and the largest global batch among those not profiled."""
     open_ = [
         candidate
         for candidate in recommendation.candidates
@@ -180,7 +180,7 @@ def reconsidered(before: Recommendation, now: Recommendation) -> str:
 
 @contextlib.contextmanager
 def service(folder: Path) -> Iterator[str]:
-    """Run a service on a temporary database and a free port; a new session keeps Ctrl-C from ending it first."""
+    """Run a service on a temporary database and a free port, in a new session, so that Ctrl-C does not end it first."""
     log = (folder / "service.log").open("w+")
     port = free_port()
     command = [sys.executable, "-m", "tula_client.cli", "serve", "--database", str(folder / "tula.db"), "--port", port]
@@ -223,7 +223,7 @@ def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> N
 def tula(*arguments: str) -> None:
     """Print and run a `tula` command; on Ctrl-C, interrupt the command and wait for its clean-up.
 
-    The command runs in a new session; otherwise it would receive the terminal's signal in addition to ours.
+    The command runs in a new session; otherwise, it would receive both the terminal's signal and this program's.
     """
     say("$ tula " + " ".join(json.dumps(word) if " " in word else word for word in arguments))
     process = subprocess.Popen([sys.executable, "-m", "tula_client.cli", *arguments], start_new_session=True)

@@ -1,12 +1,12 @@
-"""Runs the command in the first line of every script of a folder with a real service, and prints how each ended.
+"""Runs the command in the first line of every script in a folder with a real service, and prints the outcomes.
 
     python -m experiments.cases FOLDER [--only 21 48] [--limit 600] [--logs FOLDER]
 
 The first line of a script, or the second line of a shell script, must be `# run: COMMAND     (what it shows)`; scripts
 without such a line are skipped. COMMAND runs in FOLDER, with TULA_URL set to a service that runs until this program
 ends. Words in square brackets are optional, and are left out. For each script, the program prints the name, the exit
-status, the seconds, and the last measurements, failures and notes that `tula` printed. The reader decides whether they
-are correct.
+status, the duration in seconds, and the last measurements, failures and notes that `tula` printed. The reader must
+judge whether this output is correct.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 
 The command needs this checkout, torch, and (for all networks) torchvision. It first lists the other packages that are
 missing, and skips the parts that need them. `make test-gpu` tests the features on which the agent depends. The command
-writes to DIR a JSON file for each part (row by row), `report.md`, three tables and a log. `--resume` makes the missing
-measurements of an earlier run; if the earlier run used another DIR, its results are copied first.
+writes to DIR a JSON file for each part (row by row), `report.md`, three tables and a log. `--resume` makes the
+measurements that are missing from an earlier run; if that run used another DIR, its results are copied first.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def download_packages(python: str) -> int:
 
 
 def run_part(part: str, options: argparse.Namespace, seconds: float) -> str:
-    """Measure `part` in another process for at most `seconds`, and again after a crash; return how it ended."""
+    """Measure `part` in another process for at most `seconds`, and again after a crash; return the outcome."""
     ends = time.monotonic() + seconds
     for _ in range(MAX_CRASHES):
         left = ends - time.monotonic()

@@ -1,4 +1,4 @@
-"""Compares predictions of the largest batch on a device, from memory readings and without a run, with its report.
+"""Compares predictions of a device's largest batch, from memory readings and without a run, with its report.
 
     python -m benchmarks.gpu.estimates [benchmarks/results/gpu/DEVICE] [--only NAME] [--json FILE]
 
@@ -8,7 +8,7 @@ as set by `tula tune` and `tula run` (`memory.json` of the report, to within 1/3
 `ceiling.*` are predicted from readings at a batch and at four times this batch, and from the bytes of parameters,
 gradients and optimizer that `estimate_memory` counts; the peak of the larger batch is as near to a quarter of the
 memory as the measured batches allow. `ceiling.launch.*` are predicted from the batches that the first launch of a plan
-reads: the smallest batch and 8 and 32 times this batch, as far as they ran. `ceiling.counted.*` are predicted by
+reads: the smallest batch and, where they ran, 8 and 32 times this batch. `ceiling.counted.*` are predicted by
 `estimate_memory` alone. `ceiling.replayed.*` are predicted by its replay of an allocator whose segments do not grow,
 and compared with the largest batch of the older tables, which took one step after steps of smaller batches. `peak.*`
 are the errors of the allocated bytes at the largest batch of the older tables, as predicted by `estimate_memory`, and
@@ -18,7 +18,7 @@ are the errors of the largest batch that is expected to fit, and `unsafe` is the
 `least_used` are the median and the minimum of the promised batch divided by the true largest batch.
 
 Each network is counted again with the code of this checkout; the counts in the report come from the report's commit.
-Networks of torchvision are left out if torchvision is missing.
+Torchvision's networks are omitted if torchvision is missing.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def batches_to_read(row: Row) -> list[int]:
 
 
 def batches_of_launch(row: Row) -> list[int]:
-    """Return the smallest batch and 8 and 32 times this batch, as far as they were measured."""
+    """Return the smallest batch and, if they were measured, 8 and 32 times this batch."""
     batches = sorted(map(int, row["batches"]))
     return [batch for batch in batches if batch in (batches[0], 8 * batches[0], 32 * batches[0])]
 

@@ -21,16 +21,14 @@ EXAMPLES = (512, 640, 668, 670, 704, 768, 1024)
 
 
 def layout(name: str, size: int, channels_last: bool, device: torch.device, smoke: bool) -> Row:
-    """Return the median seconds of a step with `size` examples in channels-last or channels-first memory."""
+    """Return the median step time in seconds with `size` examples in channels-last or channels-first memory."""
     network, precision = name.split()
     trainer = Trainer(networks(smoke)[network], precision, device)
     return {"step_time_s": trainer.step_time_s(size, channels_last=channels_last, smoke=smoke)}
 
 
 def convolution(examples: int, device: torch.device, smoke: bool) -> Row:
-    """Return the seconds per example of both passes through a convolution of 64 channels with `examples` images in
-    bf16.
-    """
+    """Return the seconds per example of both passes of a 64-channel bf16 convolution over `examples` images."""
     side = 8 if smoke else 224
     layer = nn.Conv2d(64, 64, 3, padding=1).to(device, torch.bfloat16)
     images = torch.randn(2 if smoke else examples, 64, side, side, device=device, dtype=torch.bfloat16)
@@ -47,7 +45,7 @@ def convolution(examples: int, device: torch.device, smoke: bool) -> Row:
 
 
 def _seconds(work: Callable[[], object], times: int, device: torch.device) -> float:
-    """Return the mean seconds of a call to `work` over `times` consecutive calls."""
+    """Return the mean duration of a call to `work` in seconds, over `times` consecutive calls."""
     began = now(device)
     for _ in range(times):
         work()
@@ -55,7 +53,7 @@ def _seconds(work: Callable[[], object], times: int, device: torch.device) -> fl
 
 
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
-    """Add rows for the launch of an operation, for each network's layouts, and for each number of images."""
+    """Add rows for launching an operation, for each network's memory layouts, and for each number of images."""
     ends = time.monotonic() + seconds
     rows: dict[str, Callable[[], Row]] = {"launch of an operation": lambda: {"seconds": launch_time_s(device)}}
     sizes = (2,) if smoke else SIZES

@@ -94,7 +94,7 @@ def measure(name: str, start: int, device: torch.device, ends: float, smoke: boo
 
 
 def measure_all(folder: Path, segments: str, device: torch.device, seconds: float, smoke: bool) -> None:
-    """Add a row for each network and precision whose largest batch is stored, or only one row in a smoke run."""
+    """Add a row for each network and precision with a stored largest batch; add only one row in a smoke run."""
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = SEGMENTS[segments]  # read when CUDA is first used
     ends, results = time.monotonic() + seconds, Results(folder, "memory")
     stored = {} if smoke else Results(H100, "tables").rows

@@ -85,7 +85,7 @@ def measure(device: torch.device, smoke: bool) -> Row:
 def _train(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor], steps: int
 ) -> tuple[list[float], list[float]]:
-    """Return the seconds of each step except the first, and of its exposed communication if the agent measured it."""
+    """Return the seconds of each step except the first, and of the exposed communication if the agent measured it."""
     split, timer = CommSplit([model], profiling=True), StepTimer(grad_accum_steps=1)
     times, exposed = [], []
     for _ in range(steps + 1):
@@ -120,7 +120,7 @@ def _timeline(
 
 
 def _equal_on_all_ranks(model: nn.Module) -> bool:
-    """Return whether every parameter has the same bits on all ranks."""
+    """Return True if every parameter has the same bits on all ranks."""
     sums = [parameter.detach().flatten().view(torch.int32).sum(dtype=torch.int64) for parameter in model.parameters()]
     mine = torch.stack(sums).cpu()
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -129,7 +129,7 @@ def _equal_on_all_ranks(model: nn.Module) -> bool:
 
 
 def judge(row: Row) -> str:
-    """Return a verdict as a text; it includes the split only if each rank has a GPU."""
+    """Return a verdict in words, which includes the split only if each rank has a GPU."""
     if not row["weights_equal"]:
         return "fail: the ranks' weights differ"
     if row["backend"] != "nccl":

@@ -1,8 +1,8 @@
-"""Measures how much time each policy of gradient scaling adds to a step of ResNet-50 with the optimizer alone.
+"""Measures the time that each gradient-scaling policy adds to a ResNet-50 step with the unwrapped optimizer.
 
 A step has two micro-steps, since a single rank measures the noise between micro-steps. Several ranks need only one
 micro-step each and share the work of turning matrices, so `cost_of_micro_step`, the added time relative to one
-micro-step, is an upper bound of their relative cost.
+micro-step, is an upper bound for several ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ POLICIES: dict[str, Policy] = {
 
 
 def measure(policy: Policy, size: int, device: torch.device, smoke: bool) -> Row:
-    """Return the median seconds of a step with the optimizer alone and with `policy`, alternating on the same model."""
+    """Return the median seconds of a step without and with `policy`, alternating on the same model."""
     torch.manual_seed(0)
     depth, size, side, steps = (18, 2, 32, 1) if smoke else (50, size, 224, SIZES[size])
     model = resnet(depth, channels=3, num_classes=1000, width=8 if smoke else 64).to(device)

@@ -63,7 +63,7 @@ class Results:
         self._write()
 
     def end_row(self, why: str | None) -> None:
-        """Close the row that was under way when its process ended; `why` is the failure, or None to repeat it."""
+        """Close the row that was under way when its process ended; `why` is the failure, or None to repeat the row."""
         if self.under_way is not None and why is not None:
             self.rows[self.under_way] = {"failed": why}
         self.under_way = None

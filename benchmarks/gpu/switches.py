@@ -1,7 +1,8 @@
-"""Measures time and memory with all combinations of a script's switches, and compares them with sums of single effects.
+"""Measures step time and memory with all combinations of a script's switches, and compares them with predictions.
 
 The switches are precision, compilation, memory layout and checkpointing of ResNet-50 and GPT-2 small, at two batches.
-`predicted_s` is predicted from the base and one launch for each switch, by adding the logarithms of the single effects.
+`predicted_s` is predicted from launches of the base and of each single switch, by adding the logarithms of the single
+effects.
 """
 
 from __future__ import annotations

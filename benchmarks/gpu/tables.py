@@ -1,4 +1,4 @@
-"""Measures step time by phase, and memory, for growing batches until memory runs out, and writes the tables."""
+"""Measures step time by phase and memory at growing batches until memory runs out, and writes the tables."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Trainer:
         return watch
 
     def step_time_s(self, size: int, *, channels_last: bool, smoke: bool) -> float:
-        """Return the median seconds of several steps with `size` examples, without the first step."""
+        """Return the median seconds of several steps with `size` examples, excluding the first step."""
         inputs, targets = self.network.batch(size, self.device)
         if channels_last:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -146,7 +146,7 @@ class Trainer:
         return None
 
     def fits(self, size: int) -> bool:
-        """Return whether FITS_STEPS steps with `size` examples succeed without running out of memory."""
+        """Return True if FITS_STEPS steps with `size` examples do not run out of memory."""
 
         def steps(size: int) -> bool:
             batch = self.network.batch(size, self.device)
@@ -157,7 +157,7 @@ class Trainer:
         return self.attempt(steps, size) is not None
 
     def measure(self, size: int, monitor: MemoryMonitor, measured_s: float) -> Row:
-        """Return the median times of a step by phase, and the peak memory."""
+        """Return the median time of each phase of a step, and the peak memory."""
         batch = self.network.batch(size, self.device)
         self.step(batch).seconds()  # chooses kernels and creates the optimizer's state
         if self.device.type == "cuda":
@@ -190,7 +190,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def measure_network(network: Network, precision: str, device: torch.device, ends: float, smoke: bool) -> Row:
-    """Return all figures of one network in one precision; `complete` is False if `ends` (monotonic time) came first."""
+    """Return all figures of one network in one precision; `complete` is False if monotonic time `ends` was reached."""
     trainer, monitor = Trainer(network, precision, device), MemoryMonitor(1)
     monitor.before_training([trainer.model])
     with trainer.autocast():
@@ -232,7 +232,7 @@ def measure_network(network: Network, precision: str, device: torch.device, ends
 
 
 def fits_afresh(network: Network, precision: str, device: torch.device, size: int) -> bool:
-    """Return whether training with `size` examples can take three steps from an empty allocator."""
+    """Return True if training with `size` examples can take three steps, beginning with an empty allocator."""
     free_memory(device)
     return Trainer(network, precision, device).fits(size)
 

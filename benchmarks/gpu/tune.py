@@ -83,7 +83,7 @@ def measure(seconds: float, smoke: bool) -> Row:
 def _tula(folder: Path, url: str, ends: float, *arguments: str) -> dict[str, Any]:
     """Return the output of a `tula` command.
 
-    Raises RuntimeError with the command's output if the command fails, and TimeoutError if it still runs at `ends`.
+    Raises RuntimeError with the output if the command fails, and TimeoutError if it is still running at `ends`.
     """
     path = f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}"
     sources = f"{STARTUP}{os.pathsep}{os.environ['PYTHONPATH']}"

@@ -11,11 +11,11 @@ PYTHON = os.environ.get("BENCHMARK_PYTHON", sys.executable)
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """Return this process's environment without Tula's variables, limited to one numerical thread, and with `more`."""
+    """Return this process's environment without Tula's variables, with one numerical thread and with `more`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
     return kept | {"OMP_NUM_THREADS": "1"} | more
 
 
 def tune_words(spec: Path, work_dir: Path) -> list[str]:
-    """Return the words of a `tula tune` command that prints JSON, up to the launcher and the user's command."""
+    """Return the words that precede the launcher and the user's command in a `tula tune` command that prints JSON."""
     return [PYTHON, "-m", "tula_client.cli", "tune", str(spec), "--json", "--work-dir", str(work_dir)]

@@ -1,4 +1,4 @@
-"""Finds the system's Chromium, and the options that start it without a display."""
+"""Finds the system's Chromium, and defines the options that start it without a display."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ in fourteen steps of eight nodes takes 140 ms longer.
 
 
 def why_not() -> str | None:
-    """Return in one sentence why no cluster can be built on this machine, or None if a cluster can be built."""
+    """Return one sentence that explains why this machine cannot build a cluster, or None if it can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "a cluster of network namespaces needs root on Linux"
     try:
@@ -44,7 +44,7 @@ def why_not() -> str | None:
 
 
 def why_no_delay() -> str | None:
-    """Return in one sentence why links on this machine cannot have a delay, or None if they can."""
+    """Return one sentence that explains why links on this machine cannot have a delay, or None if they can."""
     if (reason := why_not()) is not None:
         return reason
     try:
@@ -100,7 +100,7 @@ class Cluster:
 
     @property
     def for_ranks(self) -> dict[str, str]:
-        """Return the arguments of `fork_ranks` with which ranks find their nodes and each other."""
+        """Return the arguments of `fork_ranks` that let ranks find their nodes and each other."""
         return {"namespaces": f"tula-{self._tag}-", "master": self.address(0), "interface": self.interface}
 
     def command(self, node: int, words: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ __all__ = ["bring", "closure", "isolated"]
 
 
 def closure(requirements: set[str]) -> dict[str, Distribution]:
-    """Return all distributions that these requirements need on this machine and interpreter, by name."""
+    """Return all distributions that `requirements` need on this machine and interpreter, keyed by name."""
     packages: dict[str, Distribution] = {}
     seen: set[tuple[str, str]] = set()
     todo = [Requirement(line) for line in requirements]
@@ -38,7 +38,7 @@ def closure(requirements: set[str]) -> dict[str, Distribution]:
 
 
 def link(source: str, target: Path) -> None:
-    """Link a file and, for a module, its byte code, since compiling takes longer than the tests."""
+    """Link a file and, for a module, its byte code, since compiling all modules would take longer than the tests."""
     if target.is_symlink():  # byte code that was linked with its module
         return
     target.symlink_to(source)

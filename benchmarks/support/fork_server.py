@@ -7,7 +7,7 @@ interpreter for multiprocessing to start, and the process whose namespaces the p
 answers with the child's process id and the file to which it will write the exit status when the child ends. The child
 behaves like a process that `python ARGV` has started: it has a separate session, environment and files, and the
 signals, `atexit` functions and exit status of the program. It only skips the interpreter's clean-up after the `atexit`
-functions, because to free all modules of torch in copied pages would take half a second of CPU time, which is more than
+functions, because freeing all modules of torch in copied pages would take half a second of CPU time, which is more than
 most programs of the tests take. The child also leaves a process group a little later than its script does
 (`leave_groups_late`), because with gloo the destructor of a DDP model holds the GIL and waits for a thread that may
 need the GIL to free the last reduction. When a connection closes, which also happens when the tests are killed, the
@@ -91,7 +91,7 @@ class ForkedProcess:
         self._status = status
 
     def poll(self) -> int | None:
-        """Return the exit status in the form of `subprocess`, or None while the process runs."""
+        """Return the exit status as `subprocess` encodes it, or None while the process runs."""
         if self.returncode is None and self._status.exists() and (text := self._status.read_text()):
             self.returncode = os.waitstatus_to_exitcode(int(text))
             self._status.unlink()
@@ -120,8 +120,9 @@ class ForkedProcess:
 class ForkServer:
     """A parent process that has imported `modules`; it ends when `close` is called or this process ends.
 
-    `python` is the interpreter that starts the parent. If it is a program that forks a process with these modules, they
-    need not be imported again. A parent may be `shared` by the workers of pytest-xdist, which then import once.
+    `python` is the interpreter that starts the parent. If `python` is a program that forks a process with these
+    modules, the parent need not import them again. A parent may be `shared` by the workers of pytest-xdist, which then
+    import once.
     """
 
     def __init__(self, modules: Sequence[str], python: str = sys.executable, *, shared: bool = False) -> None:
@@ -143,8 +144,8 @@ class ForkServer:
         spawns: Path | None = None,
         beside: int = 0,
     ) -> ForkedProcess:
-        """Fork `python ARGV` in `folder`; its output is appended to `stdout` and `stderr`, or all to `stdout` without
-        `stderr`.
+        """Fork `python ARGV` in `folder`; append its output to `stdout` and `stderr`, or all of it to `stdout` if there
+        is no `stderr`.
 
         `inherited` maps the descriptors of further open files to their paths below /proc; `spawns` is the interpreter
         that multiprocessing starts in the program; `beside` is a process whose namespaces the program enters.
@@ -389,7 +390,7 @@ def leave_groups_late() -> None:
 
 
 def exit_status(error: BaseException) -> int:
-    """Return the exit status that the interpreter would have if nothing caught `error`."""
+    """Return the exit status with which the interpreter would end if nothing caught `error`."""
     if not isinstance(error, SystemExit):
         return 1
     return 0 if error.code is None else error.code & 0xFF if isinstance(error.code, int) else 1

@@ -66,7 +66,7 @@ def leave_group() -> None:
 
 
 def print_line(line: str) -> None:
-    """Write a line with one system call; with `print`, the lines of ranks that share a pipe could be mixed."""
+    """Write a line with one system call; with `print`, lines of several ranks could be mixed in a shared pipe."""
     os.write(1, f"{line}\n".encode())
 
 

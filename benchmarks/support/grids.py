@@ -41,10 +41,10 @@ class Placement(Configuration):
 
 @dataclass(frozen=True)
 class Workload:
-    """All measured configurations for one (GPU, network, placement), each with its mean step time in seconds.
+    """All measured configurations for one combination of GPU, network and placement, with mean step times in seconds.
 
     `observed_s` contains the step times that profiling measures, if they differ from the true ones in `step_time_s`.
-    `sync_time_s` contains the time that a step waits for gradients, for those configurations for which the source has
+    `sync_time_s` contains the time that a step waits for gradients, for the configurations for which the source states
     it.
     """
 
@@ -150,7 +150,7 @@ def _sync_times(tables: Sequence[Path]) -> dict[tuple[object, ...], list[float]]
 
 
 def end_launches(candidates: Sequence[Configuration]) -> list[Launch]:
-    """Return the launches on the largest and on the smallest cluster, or only one if they are the same.
+    """Return the launches on the largest and on the smallest cluster, or only one launch if these are the same.
 
     If several launches are on the same cluster, the launch with the least accumulation counts as the largest.
     """
@@ -161,7 +161,7 @@ def end_launches(candidates: Sequence[Configuration]) -> list[Launch]:
 
 
 def middle_launch(candidates: Sequence[Configuration]) -> list[Launch]:
-    """Return the launch nearest to the geometric mean of smallest and largest, or an empty list if there is none."""
+    """Return the launch whose ranks are nearest to the geometric mean of the end launches' ranks, or an empty list."""
     ends = end_launches(candidates)
     rest = find_launches(candidates) - set(ends)
     centre = math.prod(launch.world_size for launch in ends) ** (1.0 / len(ends))
@@ -280,8 +280,8 @@ def over_workloads(
 ) -> tuple[argparse.Namespace, list[tuple[Workload, Found]]]:
     """Run `measure` on each workload of `--grids` in `--jobs` processes; with `--smoke`, run `smoke` on a few of them.
 
-    Like the agent, runs report the split of a step into compute and exposed communication, if the table or its sources
-    have it. Returns the options, and each workload with its result.
+    Runs report the split of a step into compute and exposed communication, as the agent does, if the table or its
+    sources contain it. Returns the options, and each workload with its result.
     """
     options = parser.parse_args(arguments)
     sync = options.sync or sorted((options.grids.resolve().parents[1] / "steptime").glob("*.csv"))

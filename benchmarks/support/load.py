@@ -43,11 +43,11 @@ class Load:
     requests: int | None = None
 
     def counts(self, at_s: float) -> bool:
-        """Return whether a response counts that arrives `at_s` seconds after the first request."""
+        """Return True if a response that arrives `at_s` seconds after the first request is counted."""
         return self.requests is not None or self.warmup_s <= at_s < self.warmup_s + self.measure_s
 
     def goes_on(self, at_s: float, answers: int) -> bool:
-        """Return whether a process should send more requests, given the seconds and the counted responses so far."""
+        """Return True if a process should send more requests after these seconds and counted responses."""
         return at_s < self.warmup_s + self.measure_s if self.requests is None else answers < self.requests
 
 

@@ -37,7 +37,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Return the geometric mean of values above 0, in which single large values count little, or NaN without values."""
+    """Return the geometric mean of positive values, which single large values affect little, or NaN without values."""
     return float(np.exp(np.mean(np.log(values)))) if len(values) else float("nan")
 
 

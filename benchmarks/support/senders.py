@@ -1,4 +1,4 @@
-"""Simulated agents that send batches and chunks repeatedly, and assertions on what must be stored in the end."""
+"""Simulated agents that send batches and chunks repeatedly, and assertions about the rows that must be stored."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class Sender:
         return httpx.Client(headers={"Authorization": f"Bearer {self.prepared.token}"}, timeout=10)
 
     def samples(self, client: httpx.Client, url: str) -> bool:
-        """Send the next batch of samples; return whether it was acknowledged."""
+        """Send the next batch of samples; return True if it was acknowledged."""
         numbers = list(range(self.acknowledged * STEPS, (self.acknowledged + 1) * STEPS))
         body = {"rank": self.rank, "boot_id": "b", "sequence": numbers, "step": numbers, "step_time_s": [0.1] * STEPS}
         return client.post(url + routes.RUN_SAMPLES.format(run_id=self.prepared.run_id), json=body).is_success
 
     def chunk(self, client: httpx.Client, url: str) -> bool:
-        """Send the next chunk of telemetry; return whether it was acknowledged."""
+        """Send the next chunk of telemetry; return True if it was acknowledged."""
         column = np.random.default_rng(self.acknowledged).normal(size=STEPS)
         body = {
             "rank": self.rank,
@@ -99,7 +99,7 @@ def unhurried(senders: list[Sender]) -> Iterator[None]:
 
 
 def progressed(senders: list[Sender], by: int = 2) -> None:
-    """Wait until every sender has had `by` more batches acknowledged."""
+    """Wait until the service has acknowledged `by` more batches of every sender."""
     goals = [sender.acknowledged + by for sender in senders]
     ends = time.monotonic() + 40
     while any(sender.acknowledged < goal for sender, goal in zip(senders, goals, strict=True)):

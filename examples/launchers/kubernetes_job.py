@@ -87,7 +87,7 @@ def wait(kind: str, name: str) -> int:
 
 
 def main() -> int:
-    """Apply the manifests, wait for the job, print its logs, and delete the objects."""
+    """Apply the manifests, wait until the job ends, print its logs, and delete the objects."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--image", required=True, help="image that contains the script and its packages")
     parser.add_argument("--pytorchjob", action="store_true", help="create a PyTorchJob instead of a TrainJob")

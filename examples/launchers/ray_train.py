@@ -20,7 +20,7 @@ import tula_agent
 
 
 def train(config: dict[str, Any]) -> None:
-    """Train as one worker; the batch size of the worker's loader is that of one rank."""
+    """Train as one worker, whose loader uses the batch size of one rank."""
     torch.manual_seed(0)
     inputs = torch.randn(20_000, 64)
     data = torch.utils.data.TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))

@@ -1,1 +1,1 @@
-"""Compares how much of the generalization gap each method for large batches closes."""
+"""Compares the fractions of the generalization gap that the methods for large batches close."""

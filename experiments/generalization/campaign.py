@@ -98,7 +98,7 @@ class BaseRate(NamedTuple):
 
 
 def tune_base_rate(campaign: Campaign, case: Case, method: Method, mode: Mode) -> BaseRate:
-    """Choose the rate with the best mean validation accuracy at the small batch, or the highest of several equal rates.
+    """Choose the rate with the best mean validation accuracy at the small batch; if several are equal, the highest.
 
     The mean is over the mode's tuning seeds. A grid with several rates is extended by factors of 2 while the best rate
     is at the edge of the grid. Raises RuntimeError if six extensions are not enough.

@@ -38,7 +38,7 @@ class Case:
         return 16 if self.adam else 64
 
     def at_base(self) -> Case:
-        """Return the case that differs from this one only in having the small batch."""
+        """Return a copy of the case with the small batch."""
         return replace(self, batch_size=self.base_batch_size, world_size=1)
 
 

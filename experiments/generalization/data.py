@@ -42,7 +42,7 @@ class Split:
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Training, validation and test parts drawn from one distribution, which are always the same for a name."""
+    """Training, validation and test parts drawn from one distribution, always the same for a given name."""
 
     name: str
     num_classes: int
@@ -105,7 +105,7 @@ def _digits() -> ImageSet:
 
 
 def _glyphs(count: int, *, side: int = 16, canvas: int = 26) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw characters in Pillow's own font in several weights, with a random affine map, an occluder and noise."""
+    """Draw characters in Pillow's built-in font in several weights, with a random affine map, an occluder and noise."""
     rng = np.random.default_rng(7)
     weights = (0, 1, 2)
     sheet = np.zeros((len(GLYPHS), len(weights), canvas, canvas), dtype=np.float32)

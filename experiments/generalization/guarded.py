@@ -2,13 +2,13 @@
 
     python -m experiments.generalization.guarded --json results/guarded.json --runs results/quick-runs.jsonl
 
-For each network and data set of `--quick`, and each number in `--epochs`, the program does the following:
+For each network and data set of `--quick`, and each number in `--epochs`, the program takes these steps:
 
 1. It profiles the first 128 steps of the default at four times the base batch, and reads their noise scale and reports
    as the service does.
-2. It lets the service's own `balanced`, with the guard that follows from these reports, choose a batch of 1 to 64 times
-   the base batch. Time is assumed to fall as 1 / B at equal cost, so `balanced` chooses the largest batch that the
-   guard allows. This is the hardest test of the guard.
+2. It chooses a batch of 1 to 64 times the base batch with the service's `balanced` objective and the guard that follows
+from these reports. Time is assumed to fall as 1 / B at equal cost, so `balanced` chooses the largest batch that the
+guard allows. This is the hardest test of the guard.
 3. It trains with the default at this batch, with one rank per base batch (at most four), and compares the accuracy with
    training at the base batch with the same seeds, base rate and epochs.
 """
@@ -82,7 +82,7 @@ def profile(case: Case, mode: Mode, *, learning_rate: float) -> Reports:
 
 
 def choose_batch(case: Case, mode: Mode, reports: Reports) -> tuple[int, AccuracyGuard]:
-    """Return the global batch that `balanced` chooses if larger batches are faster at equal cost, and its guard."""
+    """Return the global batch that `balanced` chooses if larger batches are faster at equal cost, and the guard."""
     goal, estimates = goal_and_estimates(case, mode, reports)
     chosen = choose(goal, estimates).chosen
     assert chosen is not None

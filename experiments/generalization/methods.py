@@ -28,7 +28,7 @@ class Method:
 
     `kind` is `sgd`, `adamw`, `lars`, `muon`, `tula` (around SGD or AdamW, depending on the case) or `post_local` (SGD
     with local steps after the first decay; see train.py).
-    `role` is `reference`, `paper`, `baseline`, `tuned`, `default`, `part` (of the default; in every table) or
+    `role` is `reference`, `paper`, `baseline`, `tuned`, `default`, `part` (a part of the default, in every table) or
     `ablation`.
     `options` are keyword arguments of the optimizer.
     `tuned_as` is the name of the small-batch method whose base rate is used.
@@ -53,7 +53,7 @@ class Method:
 
 
 def multiplier(value: float, kind: str = "sgd") -> Method:
-    """Return a method tuned by hand: a constant factor on the learning rate, reached by a warm-up, and the cut."""
+    """Return a method tuned by hand: a constant learning-rate factor, reached by a warm-up, and clipping (`cut`)."""
     return Method(f"x{value:g}", kind, "tuned", rate_factor=value, warmup_epochs=WARMUP_EPOCHS, cut=True)
 
 

@@ -2,7 +2,7 @@
 
     python -m experiments.generalization.ramp --only stdlib/transformer/256@1024 --epochs 64 --json results/ramp.json
 
-For each network and data set of `--quick`, the program does the following:
+For each network and data set of `--quick`, the program takes these steps:
 
 1. It chooses the constant batch as `guarded.py` does, from a profile and with the service's own `balanced`, under the
    assumption that time falls as 1 / B and every batch costs the same.
@@ -58,7 +58,7 @@ class Trained:
 
 
 def train(case: Case, mode: Mode, stages: Stages, *, seed: int, learning_rate: float) -> Trained:
-    """Train the default on `case` in the given stages; the learning rate decays with the share of the examples."""
+    """Train the default on `case` in the given stages; the rate decays with the share of examples processed."""
     data = load(case.dataset, num_train=min(case.num_train or mode.num_train, mode.num_train))
     torch.manual_seed(seed)
     network = build(case.network, num_classes=data.num_classes, side=data.side)
@@ -87,7 +87,7 @@ def train(case: Case, mode: Mode, stages: Stages, *, seed: int, learning_rate: f
 
 
 def _examples(number: int, order: torch.Generator) -> Iterator[int]:
-    """Yield the indices of the examples, each once per pass, in a new order in every pass."""
+    """Yield the index of each example once per pass, in a new order in every pass."""
     while True:
         yield from torch.randperm(number, generator=order).tolist()
 

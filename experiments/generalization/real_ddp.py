@@ -24,7 +24,9 @@ _METHODS = ("LBT", "AGS", "Tula default")
 
 
 def compare(case: Case, mode: Mode, learning_rate: float) -> dict[str, float]:
-    """Train with `case.world_size` gloo processes; return mean test accuracies, and 1.0 if all ranks' weights agree."""
+    """Train with `case.world_size` gloo processes; return mean test accuracies, and 1.0 if the ranks' weights are
+    equal.
+    """
     request = {"case": vars(case), "epochs": mode.epochs, "num_train": mode.num_train, "rate": learning_rate}
     request |= {"seeds": mode.real_ddp_seeds, "num_eval": mode.num_eval}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case.world_size)]

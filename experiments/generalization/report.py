@@ -22,7 +22,7 @@ NAMES = tuple(dict.fromkeys([SMALL.name, *(m.name for m in (*METHODS, *ADAM_METH
 
 @dataclass(frozen=True)
 class Cell:
-    """Accuracies in percent; `tests` has one per seed; `chosen` is the multiplier tuned on validation data."""
+    """Accuracies in percent: `tests` has one accuracy per seed; `chosen` is the multiplier tuned on validation data."""
 
     tests: Mapping[int, float]
     mean: float
@@ -49,7 +49,7 @@ class CaseReport:
 
     @property
     def adam(self) -> bool:
-        """Return whether the case is trained with AdamW."""
+        """Return True if the case is trained with AdamW."""
         return "/transformer/" in self.name
 
     def test(self, method: str) -> float:
@@ -124,7 +124,7 @@ def figures(reports: Sequence[CaseReport]) -> dict[str, float]:
 
 
 def over_best_baseline(report: CaseReport) -> Interval:
-    """Compare the default with the baseline of best mean test accuracy, which no user can know in advance."""
+    """Compare the default with the baseline that has the best mean test accuracy, which no user can know in advance."""
     baselines = {m.name for m in (ADAM_METHODS if report.adam else METHODS) if m.role == "baseline"}
     best = max(baselines & report.cells.keys(), key=report.test)
     return report.paired(DEFAULT, best)
@@ -147,7 +147,7 @@ def _mean(values: Sequence[float]) -> float:
 def markdown(
     reports: Sequence[CaseReport], upper: Sequence[CaseReport], values: Mapping[str, float], *, seeds: int
 ) -> str:
-    """Return our form of the paper's Table I, the default's paired differences, and both at the upper base rates."""
+    """Return a table like the paper's Table I, the default's paired differences, and both at the upper base rates."""
     lines = [f"Cases, grids and methods were fixed on {CHOSEN}, before any of them had been run in this form.", ""]
     lines += _tables(reports, f"{seeds} seeds, base rate of best validation accuracy")
     if upper:

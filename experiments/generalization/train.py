@@ -1,4 +1,4 @@
-"""Trains with one method; all methods have the same epochs and decay, and ranks simulated one after another."""
+"""Trains with one method; all methods use the same epochs and decay, and ranks are simulated one after another."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tula_agent.scaling import TulaOptimizer
 
 @dataclass(frozen=True)
 class Result:
-    """The accuracies in the last epoch in percent, and figures of the whole run.
+    """The accuracies of the last epoch in percent, and figures for the whole run.
 
     `variability` is the median of equation 5, `scale` is the mean factor, and `scaled_share` is the share of steps that
     a sensitivity gate allowed to be scaled.
@@ -57,7 +57,7 @@ def decay(epoch: int, epochs: int) -> float:
 
 
 def accuracy(network: nn.Module, split: Split) -> float:
-    """Return the percentage of `split` that the network classifies correctly in evaluation mode."""
+    """Return the percentage of examples in `split` that the network classifies correctly in evaluation mode."""
     network.eval()
     with torch.no_grad():
         right = sum(
