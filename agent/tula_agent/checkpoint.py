@@ -358,7 +358,7 @@ class _Ranks:
 
 
 def _new_folder(root: Path, facts: dict[str, Any]) -> str:
-    """Create a folder below `root` for a new checkpoint of step `facts["step"]`, and return its name.
+    """Create the folder of a new checkpoint of step `facts["step"]`, the newest below `root`; return its name.
 
     If a crash left an unfinished folder with that name, the folder is reused.
     """

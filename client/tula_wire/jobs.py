@@ -766,10 +766,10 @@ class ProfilingCost(WireModel):
     """The cost of profiling to date and of the rest of the current plan, including the start-up of launches.
 
     The cost of the rest is estimated from predicted step times and from the start-up times of earlier launches, which
-    are assumed to be 30 s before the first launch. The cost of an interrupted launch is counted until its lease
-    expires, and is no longer counted once its runs are leased again. The fields with `at_most` also include the
-    launches that an adaptive search may add, up to its maximum; each is assumed to take as long as the longest planned
-    launch, and to cost as much as the most expensive planned launch.
+    are assumed to be 30 s before the first launch. An interrupted launch is assumed to have run until its
+    lease expired, and is no longer counted once its runs are leased again. The fields with `at_most` also include the
+    launches that an adaptive search may add, up to its maximum; each is assumed to take as long as the longest launch
+    of the plan, and to cost as much as the most expensive one.
     """
 
     spent_gpu_seconds: float = Field(description="Profiling time to date in seconds, summed over all ranks.")

@@ -41,7 +41,7 @@ def time_all_reduces(device: torch.device, total_s: float) -> dict[str, Any]:
         dist.all_gather_object(nodes, node, group=every)
         ranks = Counter(nodes)
         if len(set(ranks.values())) > 1:
-            raise ValueError(f"the nodes have {sorted(ranks.values())} ranks: start equally many on each")
+            raise ValueError(f"the nodes have {sorted(ranks.values())} ranks: start the same number on each")
         per_node = ranks[nodes[0]]
         apart = len(ranks) > 1 and per_node > 1
         budget_s = total_s / 2.0 if apart else total_s

@@ -87,7 +87,7 @@ class WorkDir:
             yield holder
 
     def log(self, launch_id: str) -> Path:
-        """Return the path of a launch's log; each launch has its own file, so that it keeps earlier output."""
+        """Return the path of a launch's log; each launch has its own file, so that no earlier output is judged."""
         return self.path / "logs" / f"{launch_id}.log"
 
     def spool(self, run_id: str) -> Path:

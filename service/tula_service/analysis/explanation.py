@@ -522,7 +522,7 @@ def _large_convolutions(spec: wire.JobSpec, evidence: Evidence) -> list[str]:
 
 
 def _memory_of_chosen(answer: Answer) -> list[str]:
-    """Return a warning if the chosen local batch has not run for three steps, or if the device was full meanwhile."""
+    """Return a warning if the chosen local batch has not run for three steps, or if it filled the device."""
     chosen, memory = answer.choice.chosen, answer.evidence.memory
     if chosen is None or not answer.evidence.rows:
         return []

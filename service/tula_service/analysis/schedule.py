@@ -118,7 +118,7 @@ class Ramps:
         return _difference(before.time_s, after.time_s), _difference(before.cost_usd, after.cost_usd)
 
     def _choose(self, noise_scale: float) -> Estimate | None:
-        """Return the objective's choice among the batches that the guard allows at a noise scale; None without any."""
+        """Return the objective's choice among the batches that the guard allows at a noise scale, or None."""
         assert self.goal.guard is not None
         guard = replace(self.goal.guard, noise_scale=noise_scale)
         allowed = {
