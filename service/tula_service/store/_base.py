@@ -21,7 +21,7 @@ _BUMP: Final = sa.update(jobs).where(jobs.c.id == sa.bindparam("job")).values(da
 
 
 class Repository:
-    """Accesses some of the tables through one transaction's connection.
+    """The base class of repositories, each of which accesses some of the tables through a transaction's connection.
 
     Statements that every request from an agent executes are module constants with named parameters, since SQLAlchemy
     takes longer to build such a statement and find it in its cache than the database takes to execute it.
@@ -45,11 +45,11 @@ class Repository:
         return self._connection.execute(statement, parameters).scalar()
 
     def bump(self, job_id: str) -> None:
-        """Increment the job's data version; call this after changing anything that a fit reads."""
+        """Increment the job's data version; call this method after changing any data that a fit reads."""
         self._connection.execute(_BUMP, {"job": job_id})
 
     def _purge(self, table: sa.Table, job_id: str, limit: int) -> int:
-        """Delete up to `limit` rows of a job's runs, so that other writers wait only briefly; return their number."""
+        """Delete at most `limit` rows of a job's runs, so that other writers wait only briefly; return the count."""
         keys = self._connection.execute(sa.select(runs.c.key).where(runs.c.job_id == job_id)).scalars().all()
         chosen = sa.select(*table.primary_key).where(table.c.run_key.in_(keys)).limit(limit).subquery("chosen")
         statement = sa.delete(table).where(sa.tuple_(*table.primary_key).in_(sa.select(*chosen.c)))
@@ -62,7 +62,8 @@ class Repository:
     def _put(
         self, table: sa.Table, key: Mapping[str, Any], values: Mapping[str, Any], *, where: Any = None, **new: Any
     ) -> None:
-        """Insert a row with `key`, `values` and `new`; if it exists and satisfies `where`, update only `values`."""
+        """Insert a row with `key`, `values` and `new`; if the row exists and satisfies `where`, update only
+        `values`."""
         insert = self._insert(table).values(**key, **values, **new)
         self._connection.execute(insert.on_conflict_do_update(index_elements=list(key), set_=values, where=where))
 
@@ -73,5 +74,5 @@ def new_id(prefix: str) -> str:
 
 
 def same_fields(record: type, row: RowMap) -> dict[str, Any]:
-    """Return a dictionary of the row's columns that have the same names as fields of `record`."""
+    """Return a dictionary of the row's columns whose names are also fields of `record`."""
     return {field.name: row[field.name] for field in fields(record) if field.name in row}

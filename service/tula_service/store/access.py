@@ -20,7 +20,7 @@ DEFAULT_PROJECT_ID: Final = "default"
 
 
 MADE: Final = "token.create"
-"""The audit log's name for the creation of a token."""
+"""The name in the audit log for the creation of a token."""
 
 
 MAX_SESSIONS: Final = 20
@@ -43,11 +43,11 @@ class Projects(Repository):
         return self.by_name(name)
 
     def get(self, project_id: str) -> Project:
-        """Return the project with this id. Raises NotFound."""
+        """Return the project with this id. Raises NotFound if there is none."""
         return self._one(projects.c.id == project_id, project_id)
 
     def by_name(self, name: str) -> Project:
-        """Return the project with this name. Raises NotFound."""
+        """Return the project with this name. Raises NotFound if there is none."""
         return self._one(projects.c.name == name, name)
 
     def list(self) -> list[Project]:
@@ -72,14 +72,14 @@ class Tokens(Repository):
         return token
 
     def get(self, token_id: str) -> Token:
-        """Return the token with this id. Raises NotFound."""
+        """Return the token with this id. Raises NotFound if there is none."""
         row = self._row(sa.select(*_TOKEN).where(tokens.c.id == token_id))
         if row is None:
             raise NotFound.of("token", token_id)
         return Token(**row)
 
     def by_hash(self, sha256: str) -> Token | None:
-        """Return the token with this hash, which may have ended, or the token of the open session with this hash."""
+        """Return the token with this hash, even if it has ended, or the token of the open session with this hash."""
         session = sa.select(sessions.c.token_id).where(sessions.c.sha256 == sha256, sessions.c.expires_at > self._now())
         condition = (tokens.c.sha256 == sha256) | (tokens.c.id == session.scalar_subquery())
         row = self._row(sa.select(*_TOKEN).where(condition))
@@ -93,7 +93,7 @@ class Tokens(Repository):
         return [Token(**row) for row in self._rows(statement)]
 
     def revoke(self, token_id: str) -> Token:
-        """Revoke a token and return it; the time of an earlier revocation is kept. Raises NotFound."""
+        """Revoke a token and return it; the time of an earlier revocation is not changed. Raises NotFound."""
         self._connection.execute(
             sa.update(tokens)
             .where(tokens.c.id == token_id, tokens.c.revoked_at.is_(None))
@@ -102,7 +102,7 @@ class Tokens(Repository):
         return self.get(token_id)
 
     def extend(self, job_id: str, name: str, until: datetime) -> None:
-        """Extend the job's valid agent tokens with this name to `until` if they expire over an hour before `until`."""
+        """Extend the job's valid agent tokens with this name to `until` if they expire more than an hour earlier."""
         column = tokens.c
         own = (column.job_id == job_id, column.name == name, column.scope == "agent", column.revoked_at.is_(None))
         due = (column.expires_at > self._now(), column.expires_at < until - timedelta(hours=1))
@@ -113,9 +113,9 @@ class Tokens(Repository):
         self._connection.execute(sa.update(tokens).where(tokens.c.id == token_id).values(last_used_at=self._now()))
 
     def ever_made(self) -> bool:
-        """Return True if a token was ever created.
+        """Return True if any token was ever created.
 
-        The audit log also contains tokens that were deleted with their job.
+        The audit log is read because it also contains tokens that were deleted with their job.
         """
         made = sa.select(audit_log.c.id).where(audit_log.c.action == MADE)
         return self._row(sa.select(tokens.c.id).limit(1)) is not None or self._row(made.limit(1)) is not None
@@ -125,7 +125,7 @@ class Sessions(Repository):
     """Stores browser sessions with the SHA-256 hash of their secrets; `Tokens.by_hash` returns a session's token."""
 
     def create(self, *, sha256: str, token_id: str, expires_at: datetime) -> None:
-        """Store a session; delete all expired sessions, and the token's oldest sessions in excess of MAX_SESSIONS."""
+        """Store a session; delete all expired sessions, and the token's oldest sessions beyond MAX_SESSIONS."""
         now = self._now()
         own = sa.select(sessions.c.sha256).where(sessions.c.token_id == token_id)
         older = own.order_by(sessions.c.created_at.desc()).offset(MAX_SESSIONS - 1)
@@ -147,7 +147,7 @@ class Audit(Repository):
     """The append-only log of administrative actions."""
 
     def append(self, *, actor: str, action: str, target: str, detail: JsonObject | None = None) -> None:
-        """Record an action; call this in the transaction that performs the action."""
+        """Record an action; call this method in the transaction that performs the action."""
         self._connection.execute(
             sa.insert(audit_log).values(at=self._now(), actor=actor, action=action, target=target, detail=detail or {})
         )

@@ -1,4 +1,4 @@
-"""Archives each month of telemetry before it is dropped, as Parquet files with one row per value."""
+"""Archives each month of telemetry in Parquet files, with one row per value, before the month is dropped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 VALUES_AT_ONCE: Final = 2**20
 VALUES_PER_FILE: Final = 2**27
-"""Maximum number of values per file, which then has about 1 GB.
+"""Maximum number of values per file, for a file size of about 1 GB.
 
 S3 cannot copy files above 5 GB, and pyarrow's multipart uploads cannot exceed 98 GB.
 """
@@ -61,8 +61,8 @@ class Archive:
         """Write a detached partition to `TABLE-00001.parquet` and further files, in the order of its primary key.
 
         The columns are job_id, run_id, rank, boot_id, sequence (of the chunk), step, name and value. If an earlier
-        attempt has already written as many rows as the table has, nothing is written. Raises StoreUnavailable if a file
-        cannot be written.
+        attempt has already written all rows of the table, nothing is written. Raises StoreUnavailable if a file cannot
+        be written.
         """
         try:
             for path in self._list_files(table, ".tmp"):  # files of an attempt that was killed
@@ -128,7 +128,7 @@ class Archive:
         return bool(self._files.type_name == "local")
 
     def _sync(self, path: str) -> None:
-        """Flush a local file or folder to disk; other file systems store a finished file durably."""
+        """Flush a local file or folder to disk; other file systems make finished files durable."""
         if not self._is_local:
             return
         opened = os.open(path, os.O_RDONLY)
@@ -139,7 +139,7 @@ class Archive:
 
 
 def _without_secrets(text: str) -> str:
-    """Return the text without the user information in URLs (between `://` and `@`), which may contain a secret."""
+    """Return the text without the user information of URLs (between `://` and `@`), which may contain a secret."""
     return re.sub(r"://[^/@\s]*@", "://", text)
 
 
@@ -151,7 +151,7 @@ _OPTIONS: Final[dict[str, Any]] = {
 
 
 def _num_values(engine: sa.Engine, table: str) -> int:
-    """Return the number of values in a table, which is the number of rows that its archive must have."""
+    """Return the number of values in a table, which must equal the number of rows in its archive."""
     columns = "length(columns) - length(replace(columns, ',', '')) + 1"
     query = f"SELECT coalesce(sum(num_steps::bigint * ({columns})), 0) FROM {table} JOIN runs ON runs.key = run_key"
     with engine.begin() as connection:
@@ -162,8 +162,8 @@ def _num_values(engine: sa.Engine, table: str) -> int:
 def _parts(engine: sa.Engine, table: str, values_at_once: int) -> Iterator[pa.Table]:
     """Yield the values of all chunks in the order of the primary key, in parts of at least `values_at_once` values.
 
-    Each page of chunks is read in a separate transaction, which is safe because the table no longer changes. A
-    transaction that lasted for hours would prevent Postgres from removing dead rows in all tables.
+    Each page of chunks is read in a separate transaction, which is safe because the table no longer changes. A single
+    transaction could last for hours, during which Postgres could not remove dead rows from any table.
     """
     query = sa.text(
         "SELECT runs.job_id, runs.id AS run_id, run_key, rank, boot_id, sequence, num_steps, columns, payload"

@@ -2,7 +2,7 @@
 
 **Durability.** A commit returns only after fsync; SQLite runs in WAL mode with full synchronisation.
 
-**Locks** are acquired in the following order. A caller that holds one of them never waits for one listed earlier.
+**Locks** are acquired in the following order. A caller that holds a lock never waits for a lock listed earlier.
 
 1. `Store.fits.turn()`, in this process: only one thread at a time reads, fits and stores, and threads that waited get
    its result from the cache. Neither a fit nor a waiting thread holds a connection. Correctness depends only on lock 3.
@@ -172,7 +172,7 @@ class Store:
 
 
 def why_unavailable(error: Exception) -> str:
-    """Return a sentence for the user about a database driver's error, which says that nothing was stored."""
+    """Return a sentence for the user that describes a database driver's error and states that nothing was stored."""
     text = str(error).lower()
     if "disk is full" in text or "no space left" in text:
         return _FULL
@@ -221,7 +221,7 @@ def open_engine(url: str, *, pool_size: int = POOL_SIZE) -> sa.Engine:
 
 
 def _make_private(file: Path) -> None:
-    """Create the database file so that only its owner can access it; SQLite gives its journals the same mode.
+    """Create the database file so that only its owner can access it; SQLite creates its journals with the same mode.
 
     Raises InvalidInput if the folder does not exist.
     """
@@ -247,7 +247,7 @@ def _require_utf8(connection: Any, _record: Any) -> None:
 
 
 def _limit_waits(connection: Any, _record: Any) -> None:
-    """Limit the duration of statements and idle transactions, so that neither can hold locks forever.
+    """Limit the duration of statements and of idle transactions, so that locks cannot be held forever.
 
     The limits are set with SET statements instead of start-up options, since a connection pooler may reject the latter.
     """

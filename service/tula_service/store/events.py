@@ -19,8 +19,8 @@ class Events(Repository):
     def append(self, job_id: str, kind: str, *, run_id: str | None = None, data: JsonObject | None = None) -> int:
         """Append an event and return its id.
 
-        On Postgres, a lock per job, held until commit, ensures that ids increase in commit order. Otherwise, event 6
-        could appear after a reader has already received event 7, and the reader would miss it.
+        On Postgres, a lock per job, held until commit, ensures that ids increase in commit order. Otherwise, a reader
+        that has already received event 7 would miss event 6 if it is committed later.
         """
         if self._postgres:
             self._connection.execute(sa.select(sa.func.pg_advisory_xact_lock(sa.func.hashtextextended(job_id, 0))))

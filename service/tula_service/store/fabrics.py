@@ -19,11 +19,11 @@ class Fabrics(Repository):
     """The table of fabric probes; `tula_wire.FabricProbe` defines the content of a probe."""
 
     def add(self, project_id: str, instance_type: str, probe: JsonObject, *, job_id: str | None = None) -> datetime:
-        """Store a probe, mark the plans that it affects as stale, and return the time at which it was stored.
+        """Store a probe, mark the plans affected by it as stale, and return the time of storage.
 
-        If a run measured the probe, `job_id` is that run's job, and only this job's plan is marked; otherwise, the
-        plans of all open jobs of the project are marked. Only the newest 50 probes with the same project, instance type
-        and job are kept.
+        If a run measured the probe, `job_id` is the run's job, and only this job's plan is marked as stale; otherwise,
+        the plans of all open jobs of the project are marked as stale. Only the newest 50 probes with the same project,
+        instance type and job are kept.
         """
         now = self._now()
         values = {"project_id": project_id, "instance_type": instance_type, "job_id": job_id}

@@ -1,4 +1,4 @@
-"""Stores jobs, with one job per idempotency key, and lists them in pages whose cost does not grow with their number."""
+"""Stores jobs, with one job per idempotency key, and lists jobs in pages, at a cost independent of their number."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _ORDERS: Mapping[JobOrder, Sequence[sa.ColumnElement[Any]]] = {
     "error": (sa.func.abs(jobs.c.prediction_error).desc().nulls_last(),),
 }
 _SEARCHED = sa.table("jobs_search", sa.column("rowid"))
-"""The table of the trigrams of each job's name and model name on SQLite, which triggers keep current."""
+"""The SQLite table of the trigrams in each job's name and model name, which triggers keep up to date."""
 _MATCH: sa.ColumnElement[Any] = sa.literal_column("jobs_search")
 _TRIGRAMS: sa.ColumnElement[Any] = sa.literal_column("tula_trigrams(lower(jobs.name || ' ' || jobs.model_name))")
-"""The trigrams of a job's name and model name on Postgres, as the expression in an index."""
+"""The Postgres index expression for the trigrams in a job's name and model name."""
 _LEAST_SEARCHED = 3
-"""Minimum length of a search text that contains a trigram; a search for a shorter text reads every name."""
+"""The minimum length of a text that contains a trigram; a search for a shorter text must read every name."""
 _KEY_TAKEN = "This Idempotency-Key was already used for another specification: send a new key."
 
 PlanState: TypeAlias = Literal["current", "stale", "stale_out_of_memory"]
-"""Whether a job's plan takes all its runs into account, or is stale and must be recomputed by a worker.
+"""The state of a job's plan: it either takes all runs of the job into account, or is stale and must be recomputed.
 
 After an out-of-memory failure, pending runs may not fit into memory either, so none can be claimed until the plan is
 current.
@@ -69,14 +69,14 @@ class JobRecord(JobSummary):
 
 
 class Jobs(Repository):
-    """The table of jobs. Its methods treat a job that is being deleted as if it did not exist."""
+    """The table of jobs. Its methods treat jobs that are being deleted as nonexistent."""
 
     def create(
         self, project_id: str, spec: JsonObject, *, idempotency_key: str | None = None, fingerprint: str | None = None
     ) -> tuple[JobRecord, bool]:
-        """Create a job and return it with True, or return an existing job with the same key or request, and False.
+        """Create a job and return (job, True), or return (existing job, False) if one has the same key or request.
 
-        `fingerprint` is a digest of the request; a job with the same `idempotency_key` takes precedence over one with
+        `fingerprint` is a digest of the request; a job with the same `idempotency_key` takes precedence over a job with
         the same fingerprint. Raises Conflict if the key was already used with a different request.
         """
         # A request without a key or fingerprint must match no job. Without sa.literal, the comparison with None would
@@ -115,7 +115,7 @@ class Jobs(Repository):
         """Lock the job until this transaction ends, and return it; only one transaction at a time may plan or publish.
 
         The lock is FOR NO KEY UPDATE, so that other transactions can insert rows that refer to the job, such as events.
-        With FOR UPDATE, the foreign keys of such rows would have to wait for this lock, while their transactions hold a
+        With FOR UPDATE, inserting these rows would have to wait for this lock, while the inserting transactions hold a
         run or the lock of the job's events.
         """
         row = sa.select(jobs.c.key).where(jobs.c.id == job_id)
@@ -123,7 +123,7 @@ class Jobs(Repository):
         return self.get(job_id)
 
     def data_version(self, job_id: str) -> int:
-        """Return the version number of the data that a fit of this job reads. Raises NotFound."""
+        """Return the version of the data that a fit of this job reads. Raises NotFound if there is no such job."""
         version = self._scalar(sa.select(jobs.c.data_version).where(jobs.c.id == job_id, jobs.c.state != _DELETING))
         if version is None:
             raise NotFound.of("job", job_id)
@@ -142,11 +142,11 @@ class Jobs(Repository):
         limit: int = 50,
         count_up_to: int | None = None,
     ) -> JobPage:
-        """Return a page of jobs in `order`; `search` matches part of a job's name or model name, ignoring case.
+        """Return a page of jobs in this `order`; `search` matches part of a job's name or model name, ignoring case.
 
-        Only the order "newest" supports further pages.
+        Further pages are supported only in the order "newest".
 
-        The time does not grow with the number of jobs, since a page starts after the key in its cursor, the total is
+        The query time does not grow with the number of jobs, since a page starts after the key in its cursor, jobs are
         counted only up to `count_up_to`, and a search for three or more characters uses trigrams.
         """
         conditions: list[sa.ColumnElement[bool]] = [jobs.c.state != _DELETING]
@@ -185,7 +185,8 @@ class Jobs(Repository):
         return JobPage(jobs=[records[key] for key in keys[:limit]], total=total, next_cursor=following)
 
     def update(self, job_id: str, *, bump: bool = False, **values: Any) -> JobRecord:
-        """Change columns of a job; with `bump`, also increment its data version, so that cached results become stale.
+        """Change columns of a job; if `bump` is True, also increment its data version, which makes cached results
+        stale.
 
         The value of `recommended` is a Configuration or None. Raises NotFound.
         """
@@ -203,7 +204,7 @@ class Jobs(Repository):
         return self.get(job_id)
 
     def mark_plan_stale(self, job_id: str, *, out_of_memory: bool = False) -> None:
-        """Record that the plan must be recomputed; call this in the transaction that changes the plan's inputs."""
+        """Record that the plan must be recomputed; call this in the transaction that changes the inputs of the plan."""
         statement = sa.update(jobs).where(jobs.c.id == job_id)
         if out_of_memory:
             statement = statement.values(plan_state="stale_out_of_memory")
@@ -227,7 +228,7 @@ class Jobs(Repository):
         return self._connection.execute(sa.select(jobs.c.id).where(jobs.c.state == _DELETING)).scalars().all()
 
     def delete(self, job_id: str) -> None:
-        """Delete the job and all rows that refer to it; for a job with much data, first see `begin_delete`."""
+        """Delete the job and all rows that refer to it; for a job with much data, call `begin_delete` first."""
         # Lock the job and then its runs by key, which is the order used by transactions that store samples.
         self._connection.execute(sa.select(jobs.c.key).where(jobs.c.id == job_id).with_for_update())
         of_job = sa.select(runs.c.key).where(runs.c.job_id == job_id).order_by(runs.c.key)

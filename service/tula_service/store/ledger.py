@@ -1,7 +1,7 @@
-"""Stores the ledger: every recommendation that users received, immutable, with the results of the runs that followed.
+"""Stores the ledger, which contains every recommendation sent to users, immutably, with the results of later runs.
 
-This module also stores what later jobs can learn from a job: its posteriors by instance type, and its predictions with
-the values measured later.
+This module also stores the results of a job that later jobs can use: its posteriors by instance type, and its
+predictions with the values measured later.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _OUTCOME = [ledger_outcomes.c[name] for name in ("run_id", "measured_step_time_s
 
 
 class LedgerRecord(LedgerEntry):
-    """A recommendation as the user received it, with the measured result of one run that followed it, if any.
+    """A recommendation as sent to the user, with the measured result of one run that followed it, if any.
 
-    `interval_scale` is the factor by which calibration had widened the prediction interval of the step time; it is None
-    if no such factor was recorded.
+    `interval_scale` is the factor by which calibration had widened the prediction interval of the step time, or None if
+    no factor was recorded.
     """
 
     recommendation_id: str = Field(default_factory=lambda: new_id("rec"))
@@ -59,12 +59,12 @@ class Ledger(Repository):
         self._put(ledger_outcomes, key, values | {"at": self._now()})
 
     def list(self, job_id: str, *, followed: bool = False, limit: int = 200) -> Sequence[LedgerRecord]:
-        """Return a job's entries, newest first, one per outcome; with `followed`, only entries with an outcome."""
+        """Return a job's entries, newest first, one per outcome; with `followed=True`, only entries with an outcome."""
         conditions = [ledger.c.job_id == job_id, *([ledger_outcomes.c.run_id.is_not(None)] if followed else [])]
         return self._records(*conditions, limit=limit)
 
     def latest(self, job_id: str, objective: Objective | None = None) -> LedgerRecord | None:
-        """Return the job's newest entry, optionally for one objective, or None."""
+        """Return the job's newest entry (optionally, only for one objective), or None if there is no entry."""
         conditions = [ledger.c.job_id == job_id]
         if objective is not None:
             conditions.append(ledger.c.objective == objective)
@@ -75,7 +75,7 @@ class Ledger(Repository):
         return next(iter(self._records(ledger.c.id == recommendation_id, limit=1)), None)
 
     def errors(self, *, limit: int = 1000) -> Sequence[float]:
-        """Return the relative errors of the newest predictions with a known outcome, over all jobs, newest first."""
+        """Return the relative errors of the newest predictions with known outcomes over all jobs, newest first."""
         errors = sa.select(ledger_outcomes.c.error).join(ledger, ledger.c.id == ledger_outcomes.c.ledger_id)
         newest = errors.where(ledger_outcomes.c.error.is_not(None)).order_by(ledger.c.key.desc()).limit(limit)
         return self._connection.execute(newest).scalars().all()
@@ -85,7 +85,7 @@ class Ledger(Repository):
     ) -> Sequence[tuple[LedgerRecord, str, str, JsonObject]]:
         """Return the newest entries with an outcome, over all jobs or the jobs of a project, newest first.
 
-        Each entry is returned with the name, the model's name and the specification of its job.
+        Each entry is returned with its job's name, model name and specification.
         """
         query = (
             sa.select(ledger, *_OUTCOME, jobs.c.name.label("job_name"), jobs.c.model_name, jobs.c.spec)
@@ -125,7 +125,7 @@ def _record(row: RowMap) -> LedgerRecord:
 
 
 class PosteriorStore(Repository):
-    """Stores results of jobs for use by the project's later jobs; a job without a row has no results yet."""
+    """Stores the results of jobs for use by the project's later jobs; jobs without results have no row."""
 
     def prediction_pairs(self, job_id: str) -> PredictionPairs:
         """Return the step times [predicted, low, high, measured] of each of the job's training runs, newest first."""
@@ -137,12 +137,13 @@ class PosteriorStore(Repository):
         self._put(job_lessons, {"job_id": job_id}, {"posteriors": posteriors}, prediction_pairs=[])
 
     def add_prediction_pair(self, job_id: str, pair: list[float], *, keep: int) -> None:
-        """Prepend a prediction with its measurement and keep the newest `keep`; the caller holds the job's lock."""
+        """Prepend a prediction with its measurement, and keep the newest `keep` pairs; the caller holds the job's
+        lock."""
         pairs = [pair, *self.prediction_pairs(job_id)][:keep]
         self._put(job_lessons, {"job_id": job_id}, {"prediction_pairs": pairs}, posteriors={})
 
     def of_earlier_jobs(self, project_id: str, *, before: int, limit: int) -> list[RowMap]:
-        """Return specification, posteriors and prediction pairs of the project's jobs before a cursor, newest first.
+        """Return specifications, posteriors and prediction pairs of the project's jobs before a cursor, newest first.
 
         Jobs without results are omitted. Only the newest `limit` jobs are read, so that the
         cost does not grow with the project.

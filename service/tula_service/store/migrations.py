@@ -48,7 +48,7 @@ def upgrade_schema(engine: sa.Engine) -> None:
 
 
 def check_schema(engine: sa.Engine) -> None:
-    """Raise SchemaMismatch unless the database has exactly the newest schema that this code knows."""
+    """Raise SchemaMismatch unless the database has exactly the newest schema in this version of the code."""
     with engine.connect() as connection:
         current = _current(connection)
     if current == head_revision():
@@ -61,7 +61,7 @@ def check_schema(engine: sa.Engine) -> None:
 
 
 def is_empty(engine: sa.Engine) -> bool:
-    """Return True if the database has no tables, like a new SQLite file or a newly created Postgres database."""
+    """Return True if the database has no tables, as in a new SQLite file or a newly created Postgres database."""
     try:
         with engine.connect() as connection:
             return not sa.inspect(connection).get_table_names()
@@ -77,7 +77,7 @@ def head_revision() -> str:
 
 
 def _revisions() -> set[str]:
-    """Return the known schema revisions, which are the prefixes of file names such as `0001_first.py`.
+    """Return the schema revisions of this version, which are the prefixes of file names such as `0001_first.py`.
 
     Alembic could also list them, but importing it takes a sixth of the service's start-up time.
     """
@@ -123,6 +123,6 @@ def _run_migrations(connection: sa.Connection) -> None:
 
 
 def _migrations() -> Path:
-    """Return the folder with the migrations: in a wheel inside the package, in a checkout next to `service/`."""
+    """Return the folder with the migrations: inside the package in a wheel, but beside `service/` in a checkout."""
     packaged = Path(__file__).resolve().parents[1] / "migrations"
     return packaged if packaged.is_dir() else Path(__file__).resolve().parents[3] / "migrations"

@@ -1,9 +1,9 @@
-"""Creates and drops the partitions of telemetry on Postgres, one for the runs created in each month.
+"""Creates and drops the monthly telemetry partitions on Postgres; each holds the runs created in its month.
 
 The key of a run is its month, such as 202611, times 10^9 plus a sequence number (the column's default), so the runs of
 a month have a contiguous range of keys. All chunks of a run are in the same partition, even if they arrive late or are
-sent again, so the table's primary key (run, rank, boot id, sequence) still identifies a chunk, and a query for a run
-reads only one partition. Partitions are created ahead of time. SQLite has a single table without partitions.
+sent again, so the table's primary key (run, rank, boot id, sequence) is sufficient to identify a chunk, and a query for
+a run reads only one partition. Partitions are created ahead of time. SQLite has a single table without partitions.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def check_month(engine: sa.Engine) -> None:
 def refusal(engine: sa.Engine, run_key: int, error: sa.exc.IntegrityError) -> ServiceError:
     """Return the error to raise for a chunk that Postgres refused.
 
-    The error is NotFound if the run was deleted or its month was dropped, and StoreUnavailable if its month has no
-    partition yet.
+    The error is NotFound if the run was deleted or the run's month was dropped, and StoreUnavailable if the run's month
+    has no partition yet.
     """
     if getattr(error.orig, "sqlstate", None) != _NO_PARTITION:
         return NotFound(GONE)
@@ -82,8 +82,8 @@ def refusal(engine: sa.Engine, run_key: int, error: sa.exc.IntegrityError) -> Se
 def due(engine: sa.Engine, *, before: datetime) -> Sequence[str]:
     """Return the tables of months that ended before `before`, oldest first, up to the first month still in use.
 
-    A month is in use if one of its runs may still send telemetry. The result includes tables that an earlier `drop`
-    detached but could not drop.
+    A month is in use if one of its runs may still send telemetry. The result includes tables that an earlier call of
+    `drop` detached but could not drop.
     """
     tables = _tables(engine)
     names = [name for name, attached in tables.items() if not attached]
@@ -97,7 +97,7 @@ def due(engine: sa.Engine, *, before: datetime) -> Sequence[str]:
 
 @contextmanager
 def dropping(engine: sa.Engine) -> Iterator[None]:
-    """Hold the lock for dropping months, which only one process can hold. Raises Conflict if another process has it."""
+    """Hold the lock for dropping months. Raises Conflict if another process holds this lock."""
     # The lock is held outside a transaction, which would be terminated as idle; closing the connection releases it.
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.detach()
@@ -109,7 +109,7 @@ def dropping(engine: sa.Engine) -> Iterator[None]:
 def drop(engine: sa.Engine, table: str, archive: Archive | None, *, before: datetime | None = None) -> bool:
     """Detach the partition to end all writes to it, write it to the archive, and then drop it.
 
-    If one of its runs may have sent data since `before`, change nothing and return False. If the archive cannot be
+    If a run of this month may have sent data since `before`, change nothing and return False. If the archive cannot be
     written, the detached table keeps its rows, and `due` will return it again. Raises StoreUnavailable.
     """
     own = f"{table} IN ACCESS EXCLUSIVE"
@@ -130,10 +130,10 @@ def drop(engine: sa.Engine, table: str, archive: Archive | None, *, before: date
 
 
 def _in_use(connection: sa.Connection, table: str, before: datetime) -> bool:
-    """Return True if a run of this month or an earlier one has not ended, or ended after `before`.
+    """Return True if a run of this month or an earlier month has not ended, or ended after `before`.
 
-    Such a run may still send telemetry. A pending run may start as long as its job is not archived, and a run whose
-    lease has expired continues if its agent reconnects.
+    Such a run may still send telemetry. A pending run may still start unless its job is archived, and a run whose lease
+    has expired continues if its agent reconnects.
     """
     waiting = runs.c.state.not_in(FINAL_STATES) & jobs.c.state.not_in(("archived", "deleting"))
     used = sa.or_(waiting, runs.c.lease_expires_at >= before, runs.c.finished_at >= before)
@@ -148,10 +148,10 @@ def _alter(
     locks: Sequence[str],
     allowed: Callable[[sa.Connection], bool] = lambda _: True,
 ) -> bool:
-    """Acquire `locks` in this order and execute `statements`; return False if the change is then not `allowed`.
+    """Acquire `locks` in the given order and execute `statements`; return False if the change is then not `allowed`.
 
-    The wait for `locks` exceeds one second, since Postgres cancels a vacuum that blocks a lock after that time. The
-    wait for the parent table, which all requests use, is shorter than Postgres's deadlock timeout. If a lock is not
+    The timeout for `locks` exceeds one second, since Postgres cancels a vacuum that blocks a lock for that long. The
+    timeout for the parent table, which all requests use, is shorter than Postgres's deadlock timeout. If a lock is not
     acquired in time, the whole attempt is repeated.
     """
     waits = ("SET LOCAL lock_timeout = '2s'", "SET LOCAL lock_timeout = '500ms'")
@@ -189,13 +189,13 @@ def _months(engine: sa.Engine) -> list[int]:
 
 
 def _tables(engine: sa.Engine) -> dict[str, bool]:
-    """Return the names of the monthly tables, oldest first, each with True if the table is an attached partition."""
+    """Return the names of the monthly tables, oldest first, each with a flag that is True for an attached partition."""
     with engine.connect() as connection:
         return {str(name): bool(attached) for name, attached in connection.execute(_TABLES)}
 
 
 def _month_end(table: str) -> int:
-    """Return the month after the month of a table, as a number such as 202612."""
+    """Return the month that follows a table's month, as a number such as 202612."""
     return _following(int(table.rsplit("_", 1)[1]))
 
 

@@ -1,4 +1,4 @@
-"""Caches rendered recommendations with the data version and the model version from which they were computed."""
+"""Caches rendered recommendations together with the versions of the data and the model that produced them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class AnswerCache(Repository):
     def get(
         self, job_id: str, name: str, *, data_version: int, model_version: str, or_newer: bool = False
     ) -> str | None:
-        """Return the cached answer for this name and these versions (or for newer data, if `or_newer`), else None."""
+        """Return the cached answer with this name and these versions (or with newer data if `or_newer`), else None."""
         version = answers.c.data_version
         conditions = (
             answers.c.job_id == job_id,

@@ -1,4 +1,4 @@
-"""Stores runs, changes their states only by compare-and-set, and leases each run to one holder at a time."""
+"""Stores runs, changes run states only by compare-and-set, and leases each run to one holder at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tula_wire.samples import LEASE_HEADER
 _RELEASED: dict[str, Any] = {
     "holder": None, "lease_s": None, "lease_expires_at": None, "started_at": None, "lease": runs.c.lease + 1,
 }  # fmt: skip
-"""The column values that a run gets when it returns to the plan."""
+"""The column values that are set when a run returns to the plan."""
 _OBSERVED = ("world_size", "local_batch_size", "grad_accum_steps")
 _SUMMARISED = ("step_time_s", "num_steps", "straggler_rank")
 _SELECT_RUNS = sa.select(
@@ -83,9 +83,9 @@ class Runs(Repository):
         limit: int = 1000,
         plan_order: bool = False,
     ) -> list[RunRecord]:
-        """Return a job's runs, newest first or, with `plan_order`, in the order in which they are claimed.
+        """Return a job's runs, newest first or, if `plan_order` is True, in the order in which they are claimed.
 
-        With `cursor`, only runs with a smaller key are returned.
+        If `cursor` is set, only runs with smaller keys are returned.
         """
         statement = _SELECT_RUNS.where(runs.c.job_id == job_id).limit(limit)
         if kind is not None:
@@ -175,12 +175,12 @@ class Leases(Repository):
 
     A heartbeat is a PATCH request with the state `running`, or a batch of samples. No timer ends leases: the next claim
     returns a profiling run with an expired lease to the plan, and the next read or change of a job marks a training run
-    with an expired lease as failed (`usecases/runs.py: with_vanished`); a later PATCH reopens such a run. Entering a
+    with an expired lease as failed (`usecases/runs.py: with_vanished`); a later PATCH reopens the run. A change to a
     final state ends the lease. Times come from the store's clock, so the clocks of replicas must agree within about a
     second.
 
-    Each lease has a number, which the agents send. `check` refuses agents whose lease has ended, since the agents of
-    another holder may be measuring the same run.
+    Each lease has a number, which agents send with their requests. `check` refuses agents whose lease has ended, since
+    another holder's agents may be measuring the same run.
     """
 
     def check(self, run_id: str, number: int | None) -> None:
@@ -213,7 +213,7 @@ class Leases(Repository):
         return self._lease([key], holder, lease_s, self._now() + timedelta(seconds=lease_s), int(last) + 1)[0]
 
     def claim_launch(self, run: RunRecord) -> list[RunRecord]:
-        """Lease to `run`'s holder the pending runs that differ only in local batch size, and return those runs."""
+        """Lease pending runs that differ from `run` only in local batch size to its holder; return these runs."""
         pending = sa.select(runs.c.key).where(*_same_launch(run), runs.c.state == "pending")
         keys = list(self._connection.execute(pending.with_for_update(skip_locked=True)).scalars())
         return self._lease(keys, run.holder, run.lease_s, run.lease_expires_at, run.lease)
@@ -236,15 +236,15 @@ class Leases(Repository):
         self._connection.execute(expired.values(state="pending", **_RELEASED))
 
     def expired(self, job_ids: Sequence[str]) -> Sequence[str]:
-        """Return the ids among `job_ids` of jobs that have a training run with an expired lease."""
+        """Return those of `job_ids` whose jobs have a training run with an expired lease."""
         lost = sa.and_(runs.c.kind == "train", runs.c.state.in_(_HELD), runs.c.lease_expires_at < self._now())
         statement = sa.select(runs.c.job_id).where(runs.c.job_id.in_(job_ids), lost).distinct()
         return list(self._connection.execute(statement).scalars())
 
     def renew(self, run_id: str, *, lease_s: float | None = None, whole_launch: bool = False) -> bool:
-        """Extend a run's lease by `lease_s` (default: the duration when claimed); return False if no lease is held.
+        """Extend a run's lease by `lease_s` (default: the duration at the claim); return False if no lease is held.
 
-        With `whole_launch`, also extend the leases of the runs that the holder claimed together with this run.
+        If `whole_launch` is True, also extend the leases of the runs that the holder claimed together with this run.
         """
         row = self._row(_HELD_RUN, run=run_id)
         if row is None:
@@ -265,7 +265,7 @@ class Leases(Repository):
 
 
 def _same_launch(run: RunRecord) -> list[sa.ColumnElement[bool]]:
-    """Return conditions for the job's profiling runs that differ from `run` at most in their local batch size."""
+    """Return conditions that select the job's profiling runs that differ from `run` at most in local batch size."""
     c = run.configuration
     return [
         runs.c.job_id == run.job_id,

@@ -1,4 +1,4 @@
-"""Stores step samples as rows, and a summary of each run, so that fits do not become slower with more rows."""
+"""Stores step samples as rows, and a summary of each run, so that more rows do not make fits slower."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ MOST_PROCESSES: Final = 64
 """Maximum number of processes whose rows are read for a page, with one query for each."""
 
 _WHOLE: Final = 10**18 - 1
-"""The sequence number in a cursor that means that all rows of the process were read; real numbers are smaller."""
+"""The sequence number with which a cursor marks that all rows of a process were read; others are smaller."""
 
 
 class SampleFilter(BaseModel):
-    """A filter for a job's samples; a field that is None does not restrict them."""
+    """A filter for a job's samples; fields that are None impose no restriction."""
 
     run_id: str | None = Field(None, max_length=200, pattern=r"^[!-~]*$", description="Only samples of this run.")
     rank: int | None = Field(None, ge=0, le=2**20, description="Only samples of this rank.")
@@ -82,7 +82,7 @@ class SampleFilter(BaseModel):
 
     @property
     def of_rows(self) -> list[sa.ColumnElement[bool]]:
-        """Return the conditions on individual rows, without the conditions on runs and ranks."""
+        """Return the conditions on individual rows, excluding the conditions on runs and ranks."""
         table = step_samples.c
         conditions: list[sa.ColumnElement[bool]] = []
         if self.warmup is not None:
@@ -101,8 +101,8 @@ class Samples(Repository):
         """Store a batch and return the number of new rows; rows that were already stored keep their values.
 
         A row is identified by run, rank, boot id and sequence number. New rows increase the run's counts; new rows and
-        changed memory readings increment the job's data version. What a process reports about itself is taken from its
-        newest batch.
+        changed memory readings increment the job's data version. The values that a process reports about itself are
+        taken from its newest batch.
         """
         if self._postgres:
             # Lock the job's row before the run's row, like a deletion; see the lock order in store/database.py.
@@ -153,7 +153,7 @@ class Samples(Repository):
         return by_rank
 
     def host_facts(self, run_key: int) -> HostFacts | None:
-        """Return what the newest process of the run's first rank reported about script and host, or None."""
+        """Return the facts about script and host reported by the newest process of the run's first rank, or None."""
         table = sample_sources.c
         statement = sa.select(table.machine).where(
             table.run_key == run_key, table.rank == 0, table.machine.is_not(sa.null())
@@ -240,7 +240,7 @@ class Samples(Repository):
         return self._purge(step_samples, job_id, limit)
 
     def _measured(self, run_key: int, names: Sequence[str], only: SampleFilter, limit: int) -> dict[str, Any]:
-        """Return columns of the last measured rows that match `only`.
+        """Return the columns of the last measured rows that match the filter `only`.
 
         Since the index does not contain the rank, the rows of a rank are selected from the last rows of all ranks.
         """
@@ -292,7 +292,7 @@ class Samples(Repository):
         return int(self._scalar(statement))
 
     def _store_memory(self, source_key: int, run_key: int, reading: MemoryReading) -> bool:
-        """Store a process's memory reading if its peak is at least the stored one; return True if this changes it."""
+        """Store a process's memory reading if its peak is at least the stored peak; return True if a value changed."""
         table = memory_readings.c
         stored = self._row(_READING, source=source_key)
         if stored is not None and (reading.peak_bytes < stored["peak_bytes"] or reading == MemoryReading(**stored)):
@@ -302,7 +302,7 @@ class Samples(Repository):
         return True
 
     def _highest(self, run_keys: Sequence[int]) -> dict[int, MemoryReading]:
-        """Return each run's memory reading with the highest peak; of equal peaks, the newest process's is used."""
+        """Return each run's memory reading with the highest peak; a tie is decided by the newest process."""
         table = memory_readings.c
         place = sa.func.row_number().over(
             partition_by=table.run_key, order_by=(table.peak_bytes.desc(), table.source_key.desc())
@@ -361,7 +361,7 @@ class Samples(Repository):
         return values
 
     def _reach(self, source: int, after: int, most: int) -> tuple[int, int]:
-        """Count up to `most` rows of a process after `after`; return the count and the last row's sequence number."""
+        """Count at most `most` rows of a process after `after`; return the count and the last row's sequence number."""
         table = step_samples.c
         some = (
             sa.select(table.sequence)
@@ -376,7 +376,7 @@ class Samples(Repository):
     def _processes(self, job_id: str, only: SampleFilter, cursor: SampleCursor | None) -> list[SampleCursor]:
         """Return the job's next processes, each with the sequence number after which to read its rows.
 
-        The result has at most one process more than a page reads.
+        The result contains at most one process more than a page reads.
         """
         key = sample_sources.c.key
         statement = (

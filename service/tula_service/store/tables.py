@@ -1,4 +1,4 @@
-"""Describes the tables for building queries; `migrations/` creates them, and a test checks that both agree."""
+"""Describes the tables for building queries; `migrations/` creates these tables, and a test compares the two."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def _parent(column: str, target: str, kind: Any = sa.Text, **options: Any) -> sa
 
 
 def _required(kind: Any, *names: str) -> list[sa.Column[Any]]:
-    """Return columns with these names and one type, which must not be null."""
+    """Return non-nullable columns with these names and this type."""
     return [sa.Column(name, kind, nullable=False) for name in names]
 
 
 def _optional(kind: Any, *names: str) -> list[sa.Column[Any]]:
-    """Return columns with these names and one type, which may be null."""
+    """Return nullable columns with these names and this type."""
     return [sa.Column(name, kind) for name in names]
 
 

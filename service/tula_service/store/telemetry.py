@@ -1,4 +1,4 @@
-"""Stores telemetry in compressed chunks, which contain a run's raw values per step, and reads single columns."""
+"""Stores a run's raw values per step in compressed chunks, and reads single columns."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ MOST_POINTS: Final = 400_000
 MAX_NAMES: Final = 1_000
 """Maximum number of columns per run; the store refuses any further column."""
 MOST_CHUNKS: Final = 4_000
-"""Maximum number of chunks to read if the caller must limit the time."""
+"""Maximum number of chunks to read for callers that must limit the time."""
 _PER_FETCH: Final = {"yield_per": 64}
-"""The execution option that limits the number of chunks that are in memory at the same time."""
+"""The execution option that limits the number of chunks in memory at the same time."""
 _EXPLICIT_STEPS: Final = 1
 _SINGLE_PRECISION: Final = 2
 _LEVEL: Final = -1
@@ -68,7 +68,7 @@ _Piece: TypeAlias = tuple[IntArray, FloatArray]
 class Series(NamedTuple):
     """The values of a column and their steps, which are distinct and in ascending order.
 
-    `total` is the number of points before a long series was thinned.
+    `total` is the number of points before thinning.
     """
 
     steps: IntArray
@@ -88,7 +88,7 @@ _zstd = _PerThread()
 
 
 def chunk_row(run_key: int, chunk: NewChunk) -> tuple[object, ...]:
-    """Return the table row for a chunk; call this before the transaction starts, since it compresses the values."""
+    """Return the table row for a chunk; call this before the transaction starts, since compression takes time."""
     steps = chunk.steps
     return (
         run_key,
@@ -106,9 +106,9 @@ def chunk_row(run_key: int, chunk: NewChunk) -> tuple[object, ...]:
 def pack(steps: IntArray, values: FloatArray) -> bytes:
     """Return `steps` of shape (n,) and `values` of shape (columns, n) in compressed form; NaN is preserved.
 
-    The layout is little-endian. A byte of flags comes first, then the compressed rest: either the first step and the
-    stride (int64 each) or, if the flag's first bit is set, all steps; then the columns in order, with their bytes
-    shuffled by significance. Values are float64 or, if this is lossless and the flag's second bit is set, float32.
+    The layout is little-endian. The first byte contains flags; everything after it is compressed: either the first step
+    and the stride (int64 each) or, if the first flag bit is set, all steps; then the columns in order, with their bytes
+    shuffled by significance. Values are float64 or, if the second flag bit is set because this is lossless, float32.
     """
     stride = int(steps[1]) - int(steps[0]) if steps.size > 1 else 0
     if bool((steps[1:] - steps[:-1] == stride).all()):
@@ -205,8 +205,8 @@ class Telemetry(Repository):
     ) -> Series:
         """Return a column of one rank, by step; if a step was sent again after a restart, the later value is used.
 
-        A series longer than MOST_POINTS is thinned evenly, while peaks and dips are kept. With `most_chunks`, only the
-        first `most_chunks` chunks are read.
+        A series longer than MOST_POINTS is thinned evenly, but peaks and dips are kept. If `most_chunks` is set, only
+        the first `most_chunks` chunks are read.
         """
         chunk = telemetry_chunks.c
         first, last = first_step or 0, _LAST_STEP if last_step is None else last_step
@@ -237,7 +237,7 @@ class Telemetry(Repository):
         return counts
 
     def read_runs(self, run_ids: Collection[str], column: str) -> Iterator[tuple[str, IntArray, FloatArray]]:
-        """Yield the id, steps and values of each of these runs that has the column, using a single query."""
+        """Yield (id, steps, values) for each of these runs that has the column, using a single query."""
         statement = (
             _chunks(column, 0)
             .add_columns(runs.c.id)
@@ -272,7 +272,7 @@ _ORDER = (telemetry_chunks.c.first_step, telemetry_chunks.c.boot_id, telemetry_c
 def _noted(chunk: NewChunk) -> Iterator[tuple[str, int, int | None, float | None]]:
     """Yield the name of each column of a chunk, its number of steps, and its newest value with the value's step.
 
-    For ranks other than the first, the number of steps is 0 and there is no value.
+    For ranks other than the first, the number of steps is 0 and the value is missing.
     """
     for name, values in zip(chunk.names, chunk.values, strict=True):
         numbers = np.flatnonzero(~np.isnan(values))
@@ -286,7 +286,7 @@ def _noted(chunk: NewChunk) -> Iterator[tuple[str, int, int | None, float | None
 def _chunks(column: str, rank: int) -> sa.Select[tuple[int, str, bytes]]:
     """Return a query for those chunks of a rank that contain the column.
 
-    Some columns are sent rarely, so most chunks need not be read or decompressed.
+    Since some columns are rarely sent, most chunks need not be read or decompressed for them.
     """
     chunk = telemetry_chunks.c
     has_column = ("," + chunk.columns + ",").contains(f",{column},", autoescape=True)
@@ -294,7 +294,7 @@ def _chunks(column: str, rank: int) -> sa.Select[tuple[int, str, bytes]]:
 
 
 class _History:
-    """Collects a column of any length in bounded memory, by thinning it evenly if it exceeds MOST_POINTS.
+    """Collects a column of any length in bounded memory, by evenly thinning columns with more than MOST_POINTS.
 
     The minimum and maximum of every interval are kept, so that no peak is lost; thinning hardly changes medians.
     """
@@ -314,7 +314,7 @@ class _History:
             self._thin()
 
     def points(self) -> Series:
-        """Return the points that were kept, with the total number of points that were added."""
+        """Return the kept points, and the total number of points that were added."""
         self._thin()
         steps, values = _in_order(self._kept) if self._kept else (np.zeros(0, np.int64), np.zeros(0))
         return Series(steps, values, steps.size + self._left_out)
@@ -349,7 +349,7 @@ def _thinned(steps: IntArray, values: FloatArray, stride: int) -> _Piece:
 
 
 def _joined(chunks: Iterable[Sequence[Any]], column: str) -> Series:
-    """Return the steps and values of a column, joined from a rank's chunks."""
+    """Return the steps and values of a column, concatenated from a rank's chunks."""
     history = _History()
     for num_steps, columns, payload in chunks:
         names = columns.split(",")
@@ -360,7 +360,7 @@ def _joined(chunks: Iterable[Sequence[Any]], column: str) -> Series:
 
 
 def _in_order(pieces: Sequence[_Piece]) -> _Piece:
-    """Return the distinct steps of all pieces in ascending order, with their values."""
+    """Return the distinct steps of all pieces in ascending order, with the corresponding values."""
     steps = np.concatenate([piece[0] for piece in pieces])
     values = np.concatenate([piece[1] for piece in pieces])
     if bool((np.diff(steps) > 0).all()):
