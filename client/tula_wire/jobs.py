@@ -45,7 +45,7 @@ class Instruction(WireModel):
     )
     precision: Share = Field(description="Relative error of the step time at which the run may end early.")
     probe_s: Annotated[float, Field(ge=0, le=60)] = Field(
-        0.0, description="Seconds for which the ranks measure all-reduces if no stored fabric has as many; 0 for none."
+        0.0, description="Seconds for which the ranks time all-reduces, unless a probe has as many ranks; 0 for none."
     )
 
 

@@ -228,7 +228,7 @@ class Jobs(Repository):
         return self._connection.execute(sa.select(jobs.c.id).where(jobs.c.state == _DELETING)).scalars().all()
 
     def delete(self, job_id: str) -> None:
-        """Delete the job and all rows that refer to it; for a job with much data, call `begin_delete` first."""
+        """Delete the job and all rows that refer to it; this is slow for a job with much data (see `begin_delete`)."""
         # Lock the job and then its runs by key, which is the order used by transactions that store samples.
         self._connection.execute(sa.select(jobs.c.key).where(jobs.c.id == job_id).with_for_update())
         of_job = sa.select(runs.c.key).where(runs.c.job_id == job_id).order_by(runs.c.key)

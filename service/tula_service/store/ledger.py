@@ -1,4 +1,4 @@
-"""Stores the ledger, which contains every recommendation sent to users, immutably, with the results of later runs.
+"""Stores the ledger, which contains every recommendation sent to users, immutably, with results of runs that followed.
 
 This module also stores the results of a job that later jobs can use: its posteriors by instance type, and its
 predictions with the values measured later.
