@@ -19,7 +19,7 @@ PAGE = (ROOT / "docs" / "figures.md").read_text(encoding="utf-8")
 ROWS = [line for line in PAGE.splitlines() if line.endswith("json` |")]
 SHORT = README.split("| | Tula |")[1].split("\n\n")[0].splitlines()[2:]
 KEYS: dict[str, tuple[str, ...]] = {
-    "step time before any run": ("factor cold.same.0.0.median",),
+    "step time predicted before any run": ("factor cold.same.0.0.median",),
     "step time of unprofiled configurations: median": (
         "share regular.adaptive4.median",
         "share regular.adaptive6.median",
@@ -44,7 +44,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "mean additional time and cost": tuple(
         f"share noise.regret.{name}.mean{end}" for name in ("time", "cost") for end in ("", ".low", ".high")
     ),
-    "share of values inside": ("share coverage.regular", "share coverage.hard", "share noise.coverage.chosen"),
+    "share of measured times inside": ("share coverage.regular", "share coverage.hard", "share noise.coverage.chosen"),
     "choice of nodes": (
         "share options.regret.time.mean",
         "share options.regret.cost.mean",
@@ -56,7 +56,7 @@ KEYS: dict[str, tuple[str, ...]] = {
         f"share {of}.{error}" for of in ("ceiling", "ceiling.counted") for error in ("median", "worst")
     ),
     "memory of the largest batch": ("share memory.largest.median",),
-    "accuracy that a large batch loses": (
+    "accuracy lost by a large batch": (
         "share default.gap_recovered.mean",
         "ratio default.over_best_baseline.mean",
     ),
