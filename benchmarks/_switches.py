@@ -77,7 +77,9 @@ def main() -> int:
     for name, shown in (("chosen", choice), ("best of all", best)):
         print(f"{name:<12} {configuration(shown)}: {duration(3600 * took[shown])}")
     share = figures["switches.launches"] / figures["switches.exhaustive"]
-    print(f"the choice takes {percent(figures['switches.regret'])} longer, found with {percent(share)} of all launches")
+    print(
+        f"the choice takes {percent(figures['switches.regret'])} longer; tuning took {percent(share)} of all launches"
+    )
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
     return int(figures["switches.regret"] > MOST_REGRET or share > MOST_SHARE)

@@ -244,7 +244,7 @@ class Bench:
         return figures
 
     def both_ways(self, name: str, command: list[str], space: str, *, repeats: int) -> list[dict[str, Any]]:
-        """Execute a plan with shared launches, and then `repeats` times the same runs with one launch each."""
+        """Execute a plan with shared launches, and then execute the same runs `repeats` times with one launch each."""
         budget = min(RUNS_COMPARED, self.size.num_candidates)
         jobs = [self.work(name, command, space, budget)]
         shapes = sorted(_step_times(jobs[0]), reverse=True)  # largest first, so that one launch probes the links

@@ -225,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 ]
             )
     header = ["precision", "jobs here", "elsewhere", "cases", "median", "p90", "without", "coverage"]
-    print_table("factor by which the first guess of a step time is off", header, rows)
+    print_table("factor by which the first guess of a step time is wrong", header, rows)
     for key in (key for key in figures if key.startswith(("cold.mixed.0.0.", "cold.all.", "cold.small."))):
         print(f"{key}: x {1.0 + figures[key]:.2f}")
     write_json(options.json, figures)

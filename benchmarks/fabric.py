@@ -44,7 +44,7 @@ RUN_S = 120.0
 
 @dataclass(frozen=True)
 class Size:
-    """The links' bandwidths in Mbit/s, network sizes in bytes, the number of nodes, and the seconds of a probe."""
+    """The links' bandwidths in Mbit/s, the network sizes in bytes, the number of nodes, and a probe's seconds."""
 
     rates: tuple[float, ...] = (100.0, 200.0, 400.0)
     parameter_bytes: tuple[int, ...] = (2**19, 2**21)

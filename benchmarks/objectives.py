@@ -219,7 +219,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     parser = workloads_parser("objectives", __doc__)
     parser.add_argument("--noise", type=float, default=0.03, help="noise of profiled step times (0.03)")
-    parser.add_argument("--examples", type=float, default=_EXAMPLES, help=f"examples of a training ({_EXAMPLES:g})")
+    parser.add_argument(
+        "--examples", type=float, default=_EXAMPLES, help=f"number of examples in a training run ({_EXAMPLES:g})"
+    )
     known_options = parser.parse_known_args(arguments)[0]
     measure = partial(judge, noise=known_options.noise, examples=known_options.examples)
     options, pairs = over_workloads(parser, measure, arguments)
@@ -235,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures[f"{name}.dominated"], figures[f"{name}.place"] = mean(dominated), mean(places)
         rows.append([name, *(f"{value:.2f}" for key, value in figures.items() if key.split(".")[0] == name)])
     header = ["objective", "time: mean", "geometric", "p90", "cost: mean", "geometric", "p90", "dominated", "place"]
-    print_table(f"time and cost over the least, {len(results)} workloads", header, rows)
+    print_table(f"time and cost relative to the least, {len(results)} workloads", header, rows)
     print(f"share of dominated choices for least time, which is due to noise alone: {figures['time.dominated']:.3f}")
     for key, factors in sensitivity([move for judged in results for move in judged.moved]).items():
         figures[key] = percentile(factors, 0.9)

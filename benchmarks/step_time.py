@@ -258,7 +258,7 @@ def shared_launches(workload: Workload, figures: Figures) -> None:
 
 
 def time_fit(workload: Workload, profiled: Sequence[Placement]) -> float:
-    """Return the milliseconds to fit and to predict 64 candidates (the minimum of three, since the core is shared)."""
+    """Return the milliseconds to fit and to predict 64 candidates (minimum of three runs, since cores are shared)."""
     observed = workload.measure(profiled)
     candidates = [workload.candidates[i % len(workload.candidates)] for i in range(_TIMED_CANDIDATES)]
     taken = []
@@ -272,7 +272,7 @@ def time_fit(workload: Workload, profiled: Sequence[Placement]) -> float:
 def time_plan(clusters: int) -> dict[str, float]:
     """Return the milliseconds (minimum of three) and MiB of a job's first plan for least time with 4,096 candidates.
 
-    The job has as many batches as `clusters`; a smoke run has fewer candidates but the same keys.
+    The job has `clusters` clusters and as many batches; a smoke run has fewer candidates but the same keys.
     """
     side = range(1, clusters + 1)
     candidates = [Placement(num_nodes=n, local_batch_size=8 * batch, ranks=n) for n in side for batch in side]

@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import PackedSequence
 def infer_batch_size(batch: Any) -> int | None:
     """Return the number of examples that can be inferred from `batch` itself, or None.
 
-    This is the number of graphs that a graph batch stores, the length of a list of samples or of the first list in a
-    tuple of lists, or the first dimension of the first two tensors if it is equal in both.
+    The count is the number of graphs in a graph batch, the length of a list of samples or of the first list in a tuple
+    of lists, or the first dimension of the first two tensors if both are equal.
     """
     first = batch[0] if type(batch) in (list, tuple) and batch else batch  # the usual case, without a search
     shape = getattr(first, "shape", None)
@@ -83,9 +83,7 @@ def stated_batch_size(loader: Any) -> int | None:
 
 
 def _lengths(batch: Any) -> dict[tuple[str, int], int]:
-    """Return every length that may be the batch size, keyed by its place in the batch; the most likely places come
-    first.
-    """
+    """Return every length in the batch that may be the batch size, keyed by its place; the most likely come first."""
     lengths = {}
     if isinstance(batch, (list, tuple)):
         lengths["outer", 0] = len(batch)
@@ -101,8 +99,7 @@ def _lengths(batch: Any) -> dict[tuple[str, int], int]:
 def infer_sequence_length(batch: Any) -> int | None:
     """Return the number of tokens per example, including padding; None if the batch contains no tokens.
 
-    This is the length of `input_ids`, or the length of inputs and targets that have the same shape (next-token
-    prediction).
+    The result is the length of `input_ids`, or that of inputs and targets of the same shape (next-token prediction).
     """
     if isinstance(batch, Mapping):
         inputs: list[Any] = [batch.get("input_ids")]

@@ -207,7 +207,7 @@ def _weights(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
 def _describe(optimizer: Any) -> str | None:
     """Return the facts about the optimizer that must match those in a checkpoint; None if there is no optimizer.
 
-    Torch would silently skip all state that has no matching place, including learning rates.
+    Torch would silently skip all state that the new optimizer lacks, including learning rates.
     """
     if optimizer is None:
         return None

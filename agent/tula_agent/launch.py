@@ -12,7 +12,7 @@ from tula_agent.batches import first_examples
 class Launch:
     """Local batch sizes of one launch in ascending order, each with its run; the script's whole batch comes last.
 
-    The loader yields whole batches, and the script receives only the first examples of each, so that a single start of
+    The loader yields whole batches, and the script receives only the first examples of each batch, so that one start of
     the script suffices for all batch sizes.
 
     whole: the local batch size with which the script was started. smaller: the other batch sizes in ascending order,
@@ -47,7 +47,7 @@ class Launch:
         self.cut_to = self._due[0][0] if self._due else None
 
     def differs(self, smaller: Sequence[tuple[int, str]]) -> bool:
-        """Return True if nothing has been measured yet and the current batch size is not the first of `smaller`."""
+        """Return True if nothing has been measured yet and the current batch size is not the first in `smaller`."""
         return self.first_step == 0 and (smaller[0][0] if smaller else None) != self.cut_to
 
     def cut(self, batch: Any, size: int | None, first: bool) -> Any:

@@ -188,7 +188,7 @@ class OomWatch:
                     channel.set(f"heard/{self._rank}", True)
 
     def _stands_still(self) -> bool:
-        """Return True if no batch has arrived for a long time during a step; an evaluation is not a step."""
+        """Return True if no batch has arrived for a long time within a step, which does not include evaluations."""
         (batches, in_step), now, counted = self._progress(), time.monotonic(), self._count()
         if batches != self._batches or not in_step:
             if in_step:
@@ -200,8 +200,8 @@ class OomWatch:
         return batches >= _SETTLED_AFTER and now - self._moved_at >= waits_s
 
     def _others_agree(self, channel: Any, stands_still: bool) -> bool:
-        """Return True if this rank counted an error and another rank is stuck too; if this rank is stuck, notify the
-        others.
+        """Return True if this rank has counted an error and another rank is also stuck; if this rank is stuck, notify
+        the others.
         """
         if not stands_still:
             return False

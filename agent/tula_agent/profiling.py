@@ -1,4 +1,4 @@
-"""Decides whether a run profiles, and ends profiling on all ranks at the same step without a collective."""
+"""Decides whether this is a profiling run, and ends profiling on all ranks at the same step without a collective."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class StopAgreement:
 
 
 class Profiling:
-    """Decides whether this run profiles, and when it has measured enough.
+    """Decides whether this is a profiling run, and when the run has measured enough.
 
     `plan` is None in a training run. The plan comes only from the environment, because a service that could turn a
     training run into a profiling run could end training. `stop_soon` is called on the shipping thread and takes effect
@@ -118,7 +118,7 @@ class Profiling:
 
     @property
     def measuring(self) -> bool:
-        """Return True if this is a profiling run that has not measured enough yet."""
+        """Return True if this is a profiling run that still needs measurements."""
         return self.plan is not None and not self.stopping
 
     @property
@@ -168,7 +168,7 @@ class Profiling:
                 self.drop_smaller_batches()  # the ranks would not end a measurement at the same step
 
     def may_repeat(self) -> bool:
-        """Return True if a profiling run needs more steps than its loader has; the result is the same on all ranks."""
+        """Return True if a profiling run needs more steps than its loader provides; all ranks get the same result."""
         if not self.measuring:
             return False
         if not self._agreement.joined:

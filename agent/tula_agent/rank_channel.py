@@ -86,7 +86,7 @@ class Channel:
         self._sent += 1
 
     def collect(self, rank: int) -> list[Any]:
-        """Return the messages that `rank` has posted since the last call, oldest first; never wait."""
+        """Return the messages that `rank` has posted since the last call, oldest first, without waiting."""
         messages = []
         while self.has(f"box/{rank}/{self._next[rank] % RING}"):
             number, message = self.get(f"box/{rank}/{self._next[rank] % RING}")

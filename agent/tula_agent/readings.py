@@ -114,7 +114,7 @@ class Interval:
         return whole, waited, stepped
 
     def release(self) -> None:
-        """Return the events to `free` for reuse; recording an event again overwrites its time."""
+        """Return the events to `free` for reuse; recording an event again will overwrite its time."""
         held = [e for e in (self.start, self.batch, self.optimizer, self.end) if e is not None]
         self.start = self.batch = self.optimizer = self.end = None
         self._free.extend(held)

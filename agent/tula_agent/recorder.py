@@ -262,7 +262,7 @@ class Recorder:
         self.readings.epochs_before = epochs_before if known or not self.config.restarted else None
 
     def may_repeat(self) -> bool:
-        """Return True if a profiling run needs more steps than its loader has; the result is the same on all ranks."""
+        """Return True if a profiling run needs more steps than its loader provides; all ranks get the same result."""
         repeats = not self.finished and self.profiling.may_repeat()
         self._follow_first_rank()
         self._repeats = self._repeats or repeats
@@ -290,9 +290,7 @@ class Recorder:
         return cut
 
     def measure_whole_batches(self, because: str) -> None:
-        """Pass whole batches to the script from now on, so that the launch's other runs can be measured by later
-        launches.
-        """
+        """Pass whole batches to the script from now on; later launches can measure this launch's other runs."""
         if self.launch.cut_to is not None:
             logger.warning("this launch measures one batch instead of several, because %s", because)
             self.profiling.drop_smaller_batches()
@@ -366,7 +364,7 @@ class Recorder:
             clock.begin()
 
     def batch_ready(self, batch: Any, loader: Any, micro_steps: int = 1) -> None:
-        """Begin one or more micro-steps (`micro_steps`) of the same size with a batch that has arrived."""
+        """Begin `micro_steps` micro-steps of the same size when a batch arrives."""
         if self.finished:
             return
         # A cut batch does not have the size that its loader states.
@@ -683,10 +681,10 @@ class Recorder:
         return True
 
     def measured_enough(self) -> bool:
-        """Return True if a profiling run has measured enough, or all that it can.
+        """Return True if a profiling run has measured enough, or cannot measure more.
 
         This method is called after an exception. Repeating the loader may cause an exception, for example in a
-        learning-rate schedule for the script's own number of steps; in this case, the run has measured all that it can.
+        learning-rate schedule for the script's own number of steps; in this case, the run cannot measure more.
         """
         if self._repeats and self.profiling.timed_steps and not self.stopping:
             self.profiling.stopping = True
@@ -694,7 +692,7 @@ class Recorder:
         return self.plan is not None and self.stopping
 
     def _end_measuring(self) -> None:
-        """Send all measurements before the script is asked to end, since the script may end in any way."""
+        """Send all measurements before requesting the end of the script, since the script may end in any way."""
         self.launch.measured.append((self._batch_size or 0, self.launch.run_id))
         self.exporter.flush(self.config.exit_deadline_s)
 
@@ -745,7 +743,7 @@ class Recorder:
                 logger.warning(text, batches, seen)
 
     def _say_what_changes(self, step: int, warmup: bool) -> None:
-        """Warn of signs that later steps will differ, since a profiling run measures only the beginning of training."""
+        """Warn of signs that later steps will differ from those measured, which are only the beginning of training."""
         if warmup:
             self.timer.rose_from = 0
         if self.timer.rose_from and not self._said_rise:
@@ -763,8 +761,8 @@ class Recorder:
             total = sum(parameter.numel() for parameter in parameters)
             if 2 * frozen > total:
                 text = (
-                    "%.1f %% of the weights are frozen, and the measurement holds only while they are: if the script "
-                    "trains these weights in a later phase, also tune a command that begins with that phase"
+                    "%.1f %% of the weights are frozen, and the measurement is valid only while they are: if the "
+                    "script trains these weights in a later phase, also tune a command that begins with that phase"
                 )
                 logger.warning(text, min(99.9, 100.0 * frozen / total))
 
@@ -779,7 +777,7 @@ class Recorder:
                     self.readings.host["operations"] = operations
 
     def _read_host(self) -> None:
-        """Read the facts about the host once, which takes about 10 ms, since an operation is timed. Never raises."""
+        """Read the facts about the host once, in about 10 ms (an operation is timed). Never raises."""
         host = self.readings.host
         if not self.leads or "cores" in host:
             return

@@ -260,7 +260,7 @@ class Run:
             self.position.known = True
 
     def begin_loop(self, *, cuts: bool = False) -> None:
-        """Begin to measure a loop that a framework runs; call this just before the first iteration."""
+        """Start measuring a loop that a framework runs; call this method just before the first iteration."""
         recorder = self.recorder
         if recorder is not None and not recorder.finished:
             recorder.begin_at(self.position.epochs_before, self.position.known)

@@ -43,7 +43,7 @@ def default_store() -> Any | None:
 
 
 def loader_iterator_class() -> Any | None:
-    """Return the base class of all DataLoader iterators; no public name gives access to every framework's loaders."""
+    """Return the base class of all DataLoader iterators; no public name covers the loaders of every framework."""
     return getattr(torch.utils.data.dataloader, "_BaseDataLoaderIter", None)
 
 
@@ -92,7 +92,7 @@ def in_backward() -> bool:
 
 
 def joins_uneven_inputs(model: Any) -> bool:
-    """Return True inside `with model.join()`, which DDP records only in a private attribute."""
+    """Return True inside `with model.join()`, a state that DDP records only in a private attribute."""
     return bool(getattr(getattr(model, "_join_config", None), "enable", False))
 
 

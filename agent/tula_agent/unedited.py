@@ -296,7 +296,7 @@ class UneditedLoop:
         """End the current step; if a profiling run has measured enough, exit the script on all ranks after the same
         step.
 
-        A script that can't be ended in this way continues to train without measurement until the launcher ends it.
+        A script that can't be ended at this step continues to train without measurement until the launcher ends it.
         """
         self._recorder.timer.stepped_after(self._micro_steps(), self._size)
         self._run.batch_done()
@@ -313,7 +313,7 @@ class UneditedLoop:
         raise SystemExit(0)
 
     def _leave_loop(self) -> None:
-        """Discard the current step, and measure nothing until the next training batch."""
+        """Discard the current step, and stop measuring until the next training batch."""
         self._run.end_loop()
         self._forget_step()
 

@@ -141,7 +141,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu" / "new")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--smoke", action="store_true", help="use small networks and few steps")
-    parser.add_argument("--resume", nargs="?", type=Path, const=Path(), metavar="DIR", help="continue a run (in DIR)")
+    parser.add_argument("--resume", nargs="?", type=Path, const=Path(), metavar="DIR", help="continue the run in DIR")
     parser.add_argument("--packages", metavar="PYTHON", help="only pack the packages for this Python version")
     parser.add_argument("--part", choices=tuple(PARTS), help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=60.0, help=argparse.SUPPRESS)

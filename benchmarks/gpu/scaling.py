@@ -134,7 +134,7 @@ def measure_turning(precision: str, device: torch.device, smoke: bool) -> Row:
 
 
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
-    """Add rows for turning alone, and one row for each policy and size of a micro-step."""
+    """Add rows for the turning of matrices alone, and one row for each policy and micro-step size."""
     ends = time.monotonic() + seconds
     rows = {
         f"{name}, {size} examples": (name, size) for size in list(SIZES)[: 1 if smoke else None] for name in POLICIES

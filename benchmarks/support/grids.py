@@ -267,7 +267,7 @@ def workloads_parser(name: str, description: str | None) -> argparse.ArgumentPar
         help="table of a source with sync_time_s (default: those in the folder steptime next to the grids' folder)",
     )
     parser.add_argument("--only", action="append", default=[], help="use only workloads of this source (repeatable)")
-    parser.add_argument("--without", action="append", default=[], help="use no workloads of this source (repeatable)")
+    parser.add_argument("--without", action="append", default=[], help="exclude workloads of this source (repeatable)")
     return parser
 
 

@@ -22,7 +22,9 @@ def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
-    parser.add_argument("--smoke", action="store_true", help="run for seconds; shows only that the benchmark works")
+    parser.add_argument(
+        "--smoke", action="store_true", help="run for a few seconds, only to check that the benchmark works"
+    )
     return parser
 
 

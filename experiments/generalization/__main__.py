@@ -37,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--keep-real-ranks", action="store_true", help="keep the row of real ranks from the report in --out"
     )
-    parser.add_argument("--smoke", action="store_true", help="train two tiny cases; shows only that it works")
+    parser.add_argument(
+        "--smoke", action="store_true", help="train two tiny cases, only to check that the program works"
+    )
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     mode = MODES[arguments.mode or "quick"]

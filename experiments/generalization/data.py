@@ -36,7 +36,7 @@ class Split:
         return Split(self.images[:number], self.labels[:number])
 
     def to(self, device: torch.device) -> Split:
-        """Return the same split on `device`."""
+        """Return a copy of the split on `device`."""
         return Split(self.images.to(device), self.labels.to(device))
 
 

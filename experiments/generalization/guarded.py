@@ -50,7 +50,7 @@ DEFAULT = {adam: next(m for m in (ADAM_METHODS if adam else METHODS) if m.role =
 
 @dataclass(frozen=True)
 class Reports:
-    """The reports of a profile, which are the columns of a `TulaOptimizer` as the agent sends them."""
+    """A profile's reports: the columns that the agent sends for a `TulaOptimizer`."""
 
     noise: tuple[float, ...]
     small_batch_size: float
@@ -205,11 +205,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--runs",
         type=Path,
         metavar="FILE",
-        help="store runs in FILE, and skip runs that it has (from --quick, too); runs of other epochs go next to it",
+        help="store runs in FILE, and skip those it contains, even if from --quick; other epochs have separate files",
     )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, nargs="+", default=[30])
-    parser.add_argument("--smoke", action="store_true", help="train two tiny cases; shows only that it works")
+    parser.add_argument(
+        "--smoke", action="store_true", help="train two tiny cases, only to check that the program works"
+    )
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     quick = MODES["quick"].smoke() if arguments.smoke else MODES["quick"]

@@ -140,7 +140,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--only", metavar="CASES", help="run only these cases (names separated by commas)")
-    parser.add_argument("--smoke", action="store_true", help="train one tiny case; shows only that it works")
+    parser.add_argument(
+        "--smoke", action="store_true", help="train one tiny case, only to check that the program works"
+    )
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     mode = MODES["quick"].smoke() if arguments.smoke else replace(MODES["quick"], epochs=arguments.epochs)

@@ -115,7 +115,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=1, help="number of concurrent training runs (1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for static.md, static.json and the steps")
-    parser.add_argument("--smoke", action="store_true", help="make a few short runs; shows only that it works")
+    parser.add_argument(
+        "--smoke", action="store_true", help="make a few short runs, only to check that the program works"
+    )
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     factors: Sequence[float] = FACTORS

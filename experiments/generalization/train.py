@@ -52,7 +52,7 @@ FIRST_DECAY = 0.5
 
 
 def decay(epoch: int, epochs: int) -> float:
-    """Return the decay factor: 1, a tenth after half of the epochs, and a hundredth after three quarters."""
+    """Return the decay factor: 1 at first, 0.1 after half of the epochs, and 0.01 after three quarters."""
     return 1.0 if epoch < epochs * FIRST_DECAY else 0.1 if epoch < epochs * 0.75 else 0.01
 
 

@@ -34,7 +34,7 @@ class TulaCallback(Callback):
     device.
 
     The agent detects gradient accumulation, precision plugins and DDP through the trainer's optimizers and strategy.
-    Metrics that the module logs are sent as telemetry. `run` is the agent's run; it does nothing before `fit`.
+    Metrics that the module logs are sent as telemetry. `run` is the agent's run, which does nothing before `fit`.
     """
 
     def __init__(self, dataset_size: int | None = None) -> None:
@@ -112,9 +112,7 @@ class TulaCallback(Callback):
         self.run.finish()
 
     def _cut_batches(self, trainer: Any, run: Run) -> None:
-        """Until `fit` ends, move only the measured examples to the device, since the other examples would occupy
-        memory.
-        """
+        """Until `fit` ends, move only the measured examples to the device, to save memory."""
         strategy = trainer.strategy
         to_device = strategy.batch_to_device
 

@@ -29,7 +29,7 @@ class TulaTrainerCallback(TrainerCallback):
     """Callback that measures `train` and stops it once a profiling run has enough samples.
 
     The trainer loads all micro-batches of a step before it calls a callback, so the input time covers the whole step.
-    `run` is the agent's run; it does nothing before training.
+    `run` is the agent's run, which does nothing before training.
     """
 
     def __init__(self, dataset_size: int | None = None) -> None:

@@ -41,7 +41,7 @@ def _check(name: str, passed: bool, fact: str, remedy: str, otherwise: State = "
 
 
 def examine(environ: Mapping[str, str], client: httpx.Client, origin: str = "TULA_URL") -> list[Finding]:
-    """Return all findings in the order in which a job would fail; `origin` names the URL's source. Never raises."""
+    """Return all findings, in the order in which their problems would stop a job; `origin` names the URL's source."""
     findings = [Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")]
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("torch", _torch),

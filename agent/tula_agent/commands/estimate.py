@@ -97,8 +97,8 @@ def estimate(
 def with_model(text: str, facts: Mapping[str, str]) -> str:
     """Return a job specification with `facts` (TOML values) in its `[model]` table; keep `name` and all other lines.
 
-    A fact replaces the line that sets the same field, even if this line is commented out. Raises ValueError if there is
-    no `[model]` table.
+    Each fact replaces the line that sets the same field, even if that line is commented out. Raises ValueError if there
+    is no `[model]` table.
     """
     table = _MODEL.search(text)
     if table is None:

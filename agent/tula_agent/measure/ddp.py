@@ -48,9 +48,9 @@ class CommSplit:
     """Reads the communication times of the DDP modules among `models` at each boundary between two micro-steps.
 
     DDP publishes statistics late: the forward pass of a synchronised iteration publishes the times of the previous
-    iteration, and the field `iteration` shows whether they are new. The timings of the last few steps are therefore
-    kept until DDP publishes their communication times. `usable` is False if there is no DDP module or if DDP does not
-    time its reductions. The models are kept as weak references.
+    iteration, and the field `iteration` shows whether they are new. Therefore, this class keeps the timings of the last
+    few steps until DDP publishes their communication times. `usable` is False if there is no DDP module or if DDP does
+    not time its reductions. The models are kept as weak references.
     """
 
     def __init__(self, models: list[Any], profiling: bool) -> None:

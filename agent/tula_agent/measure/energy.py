@@ -1,4 +1,4 @@
-"""Measures the energy of a step in joules with NVML's energy counter of a device."""
+"""Measures the energy of a step in joules with a device's energy counter, read through NVML."""
 
 from __future__ import annotations
 

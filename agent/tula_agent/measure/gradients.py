@@ -1,4 +1,4 @@
-"""Samples the global gradient norm so rarely that the mean cost per step stays within a budget."""
+"""Samples the global gradient norm, rarely enough that the mean cost per step stays within a budget."""
 
 from __future__ import annotations
 

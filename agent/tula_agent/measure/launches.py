@@ -19,7 +19,7 @@ MOST_NODES = 20_000
 
 
 def launch_time_s(device: torch.device) -> float:
-    """Return the launch time in seconds of an operation that is too small to keep `device` busy.
+    """Return the time in seconds to launch an operation that is too small to keep `device` busy.
 
     The result is the shortest time of several forward and backward passes through fifty tiny layers, divided by the
     number of operations in a pass, counted as in `estimate_memory`. The measurement takes about 10 ms, draws no random
@@ -34,7 +34,7 @@ def launch_time_s(device: torch.device) -> float:
 
 
 def node_time_s(device: torch.device) -> float:
-    """Return the launch time in seconds per node of the autograd graph, for the forward and backward pass together.
+    """Return the launch time per node of the autograd graph in seconds, for the forward and backward pass together.
 
     `OperationCounter` counts the same nodes. The measurement takes as long as that of `launch_time_s`.
     """

@@ -29,7 +29,7 @@ from tula_wire.memory import (
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the total bytes of the distinct tensors on this rank; of sharded tensors, count only this rank's part."""
+    """Return the total bytes of the distinct tensors on this rank; count only this rank's part of sharded tensors."""
     parts = [local_part(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values()]
     return sum(part.numel() * part.element_size() for part in parts)
 

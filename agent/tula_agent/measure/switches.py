@@ -68,7 +68,7 @@ class SwitchWatch:
 
 
 def contradictions(options: Mapping[str, str], seen: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each option that the observed step did not follow; `seen` contains the observed switches.
+    """Yield a sentence for each option that contradicts the observed step; `seen` contains the observed switches.
 
     Other options and other values are skipped, since only the script knows their meaning.
     """

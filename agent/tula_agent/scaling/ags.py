@@ -188,7 +188,7 @@ class AgsRule:
             self._scaled += self._last[2]
 
     def telemetry(self, numbers: Numbers) -> dict[str, float]:
-        """Return the values of the second-to-last step, and `scaled_share` over all steps."""
+        """Return the values of the second-to-last step, and the `scaled_share` of all steps."""
         return {
             "grad_norm": math.sqrt(max(self._last[0], 0.0)) if math.isfinite(self._last[0]) else math.nan,
             "gradient_variability": self._last[1],

@@ -143,7 +143,7 @@ def _in_blocks(unit: torch.Tensor, rows: int) -> tuple[torch.Tensor, int]:
 
 
 def _block(rows: int, *, host: bool) -> tuple[int, int]:
-    """Return the number and the height of a matrix's blocks of rows; on a GPU, only a few heights occur."""
+    """Return the number and the height of a matrix's blocks of rows; on a GPU, use only a few heights."""
     blocks = -(-rows // ROWS)
     height = -(-rows // blocks)
     return blocks, height if host else -(-height // _HEIGHTS) * _HEIGHTS
@@ -202,7 +202,7 @@ class Shape:
     positions: int
 
     def operations(self, *, host: bool) -> int:
-        """Return the number of floating-point operations that are needed to compute D in blocks of rows.
+        """Return the number of floating-point operations for computing D in blocks of rows.
 
         The operations are U U^T, the inverse root, and the root's product with U. The eigenvectors of a symmetric
         matrix count as 9 m^3 (Golub and Van Loan 2013, section 8.3).
@@ -394,7 +394,7 @@ class Directions:
     def _find_tables(self, parameters: Sequence[torch.Tensor]) -> frozenset[int]:
         """Return the indices of embedding tables that at least one rank finds, since ranks may have different modules.
 
-        The method sums over ranks, so all ranks must call it in the same step.
+        This method computes a sum over ranks, so all ranks must call it in the same step.
         """
         flags = torch.tensor(embeddings(parameters), dtype=torch.float32, device="cpu").to(parameters[0].device)
         return frozenset(place for place, ranks in enumerate(self._ranks.sum_(flags).tolist()) if ranks)

@@ -1,4 +1,4 @@
-"""Estimates how much of a gradient is noise, from gradients of two batch sizes in the same step.
+"""Estimates the noise in a gradient from gradients of two batch sizes in the same step.
 
     noise  = S / B   = (small - large) / (n - 1)        small: mean of |g_i|^2 over n parts of the batch
     signal = |G|^2   = large - noise                    large: |mean of g_i|^2
@@ -84,9 +84,7 @@ class NoiseAverage:
         return noise_gain(1.0 - share, noise_weight * share, batch_ratio) if self.count else 1.0
 
     def change_batch(self, factor: float) -> None:
-        """Convert the averages to a global batch size that is `factor` times as large, where noise is proportionally
-        lower.
-        """
+        """Convert the averages to a global batch `factor` times as large, in which noise is `factor` times lower."""
         self.noise /= factor
         for name in ("slow", "fast"):
             noise = getattr(self, name) / factor

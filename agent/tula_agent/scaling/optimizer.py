@@ -157,8 +157,8 @@ class TulaOptimizer(torch.optim.Optimizer):
         """Take one scaled step; `closure` is evaluated once, before the factor is computed. The first step is not
         scaled.
 
-        A step without a backward pass and with a learning rate of 0 runs the wrapped optimizer unchanged and is not
-        counted; torch.distributed.checkpoint takes such a step to create an optimizer's state.
+        A step without a backward pass and with a learning rate of 0 is not counted and only runs the wrapped optimizer;
+        torch.distributed.checkpoint takes such a step to create an optimizer's state.
         """
         loss = None
         if closure is not None:

@@ -20,8 +20,8 @@ RETRY_S = 10.0
 class ServedNumbers:
     """Pulls the values on the first rank's shipping thread, at the start and, for `ags` and `static`, after each epoch.
 
-    optimizer: a `TulaOptimizer`, to which only a weak reference is kept. An invalid response is ignored (the first time
-    with a warning), and the request is repeated.
+    optimizer: a `TulaOptimizer`, to which only a weak reference is kept. An invalid response is ignored, with a warning
+    the first time, and the request is repeated.
     """
 
     def __init__(self, job_id: str, optimizer: Any) -> None:

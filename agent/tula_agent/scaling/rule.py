@@ -106,7 +106,7 @@ class GainRule:
         return None if step % (self._policy.measure_every or (1 if step < dense else SPARSE_EVERY)) else "tensor"
 
     def factors(self, step: int, numbers: Numbers) -> float:
-        """Return the learning rate's factor from earlier steps; measure this step, and clip a gradient that spikes."""
+        """Return the learning-rate factor computed from earlier steps; measure this step, and clip gradient spikes."""
         self._receive()
         measurement = self._measure(numbers)
         factor = self._state.factor = self._factor(numbers)
@@ -170,7 +170,7 @@ class GainRule:
         state.samples, state.norm, state.measured_at = moments[2], norm, self._sent_at
 
     def _judge_clips(self, clipped: float) -> None:
-        """Warn if long gradients occur regularly, since clipping then suppresses a part of training.
+        """Warn if gradients are clipped regularly, since clipping then suppresses a part of training.
 
         The first 200 steps are ignored: without normalization layers, one in five of them is a spike, which should be
         clipped.

@@ -1,4 +1,4 @@
-"""Compares the gradients of the small batches and of the large batch in a step, and counts the batch sizes.
+"""Compares the gradients of a step's small batches and of its large batch, and counts the examples in each.
 
     large = |g|^2        small = mean over parts of |g_i|^2        g = f sum_i g_i / N
 
@@ -245,7 +245,7 @@ class GradientStatistics:
         return any(p.grad is not None for p in self.parameters())
 
     def check_taps(self) -> None:
-        """Warn once about gradients that the taps cannot observe; called at each step."""
+        """Warn once about gradients that the taps cannot observe; must be called at each step."""
         if self.tap.mode is not None:
             self._without_parts = 0 if self.tap.parts or not self.has_gradients else self._without_parts + 1
         if self._without_parts == 3:

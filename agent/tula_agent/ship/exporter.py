@@ -248,7 +248,7 @@ class Exporter:
 
 
 def pause_s(failures: int, reply: Reply) -> float:
-    """Return the number of seconds until the next attempt after `failures` failures, the last of which was `reply`."""
+    """Return the number of seconds to wait after `failures` failures, the last of which was `reply`."""
     bounds = {"base_s": FIRST_PAUSE_S, "cap_s": LONGEST_PAUSE_S}
     return backoff_s(failures, _JITTER.random(), **bounds, asked_s=reply.retry_after_s)
 

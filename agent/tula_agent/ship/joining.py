@@ -80,7 +80,7 @@ class Joining:
         self._asking = threading.Lock()
 
     def ready(self, last: bool) -> bool:
-        """Return True once the run is known or will certainly not be created; `last` is True at the end of the script.
+        """Return True once the run is known or it is certain that there will be none; `last`: the script is ending.
 
         If another thread is already in this method, do not wait for it, since it may hang in a request.
         """
@@ -188,7 +188,7 @@ class Joining:
             service.close()
 
     def _continued(self, service: Transport, job_id: str) -> dict[str, Any]:
-        """Return the field that names the training run before a restart by torchrun; empty if there is no such run.
+        """Return the field with the id of the run before a restart by torchrun; empty if there is no such run.
 
         A run that another run already continues is ignored, since this machine did not take part in the previous start.
         """

@@ -30,8 +30,8 @@ _INT32: Final = 2**31 - 1
 class TrainJobStatus:
     """Posts a training run's progress, remaining time, cost and metrics from the shipping thread of the first rank.
 
-    newest: a function that returns the latest values that the script and the agent have logged, by name. The progress
-    comes from the service, which stores the run's length, speed and prices.
+    newest: a function that returns the latest values that the script and the agent have logged, keyed by name. The
+    progress comes from the service, which stores the run's length, speed and prices.
     """
 
     def __init__(self, url: str, ca_file: str, token_file: str, newest: Callable[[], Mapping[str, float]]) -> None:

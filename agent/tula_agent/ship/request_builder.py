@@ -259,7 +259,7 @@ class RequestBuilder:
         return ready
 
     def _timed_by_device(self, row: SampleRow, last: bool) -> bool:
-        """Return False if the device has not finished the step; at the end of the run, use the wall time instead."""
+        """Return False if the device has not finished the step, unless the run has ended and the wall time is used."""
         pending = self._device.get(row.timing.step)
         if pending is None:
             return True
