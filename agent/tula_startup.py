@@ -24,8 +24,8 @@ lowered_for: list[str] = []
 
 
 class WhenImported:
-    """Import hook that passes certain modules to functions right after Python has imported them; it imports nothing
-    itself.
+    """Import hook that passes certain modules to functions right after Python has imported them, without importing any
+    module.
     """
 
     def __init__(self, functions: dict[str, Callable[[Any], None]]) -> None:

@@ -419,7 +419,7 @@ class Bench:
 
 
 class Project(NamedTuple):
-    """The project of a search, as its client and the environment of its commands."""
+    """A search's project: its client and the environment of its commands."""
 
     client: Client
     environment: dict[str, str]

@@ -186,7 +186,7 @@ def questions(server: Server, header: str, instance_types: int) -> Iterator[list
 def beside_fits(
     engine: str, databases: Databases, load: Load, figures: dict[str, float], rows: list[tuple[str, ...]]
 ) -> None:
-    """Measure one agent alone, and again while users ask questions each of which requires a fit."""
+    """Measure one agent alone, and again while users ask questions, each of which requires a fit."""
     single = replace(load, processes=1, connections=1)
     with databases.serve(1) as server:
         alone, _ = measure(databases, server, single, "agents", AGENT_STEPS)

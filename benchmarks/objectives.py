@@ -176,7 +176,7 @@ def known(workload: Workload, examples: float) -> Placement:
 
 
 def only(seen: Workload, rows: Sequence[Placement]) -> Workload:
-    """Return the workload with only the given rows of its table."""
+    """Return a copy of the workload with only the given rows of the table."""
     return replace(seen, step_time_s={c: seen.step_time_s[c] for c in rows})
 
 

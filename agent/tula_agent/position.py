@@ -56,7 +56,7 @@ class Position:
         return batches
 
     def end(self) -> None:
-        """End the epoch, whether it was finished or left early."""
+        """End the epoch, which may have been left early."""
         self.epoch += 1
         self.consumed, self.at_epoch_start = 0, {}
 

@@ -97,7 +97,8 @@ class Interval:
         self.end: Any = None
 
     def poll(self) -> tuple[float, float | None, float | None] | None:
-        """Return the times of the step in seconds, or None if the device has not completed the step yet; never wait.
+        """Return the times of the step in seconds, or None if the device has not completed the step yet, without
+        waiting.
 
         The three times are the duration of the whole step; the wait for data, which is zero if the device had other
         work; and the time from the optimizer's call to the end of the step. Each of the last two is None if its event

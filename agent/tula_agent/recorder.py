@@ -297,7 +297,7 @@ class Recorder:
             self._follow_first_rank()
 
     def measure_alone(self, because: str) -> None:
-        """Measure this rank's steps without agreeing with the other ranks on when to end.
+        """Measure this rank's steps without an agreement between ranks about the end of the measurement.
 
         Only the first rank may end the measurement; otherwise, it could wait in a step while another rank sends its
         data.

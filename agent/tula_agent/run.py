@@ -436,7 +436,7 @@ class Steps(Generic[T]):
         return next(self._iterator)
 
     def __len__(self) -> int:
-        """Return the loader's length; raise TypeError if it has none, whatever error the loader raises."""
+        """Return the loader's length; raise TypeError if it has none, even if the loader raises another error."""
         try:
             return len(self._loader)  # type: ignore[arg-type]
         except Exception as error:  # `list()` requests the length, and ignores only a TypeError

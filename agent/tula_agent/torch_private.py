@@ -250,8 +250,8 @@ def rounds_products() -> bool:
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Multiply float32 matrices on a GPU in full float32 precision inside the context, whatever the script's settings
-    are.
+    """Multiply float32 matrices on a GPU in full float32 precision inside the context, regardless of the script's
+    settings.
 
     Since torch 2.9, the precision can be set through two interfaces, and torch raises during a product if the two
     settings contradict each other. So the precision is changed through the interface that the script used. `allow_tf32`

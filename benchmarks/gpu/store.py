@@ -77,7 +77,7 @@ class Results:
 
 
 def machine_of(device: torch.device) -> Row:
-    """Return the names of the machine's device and driver, and the versions of its software."""
+    """Return the names of this machine's device and driver, and its software versions."""
     found: Row = {
         "device": platform.processor() or platform.machine(),
         "torch": torch.__version__,

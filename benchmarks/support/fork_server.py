@@ -4,7 +4,7 @@ The parent process runs this file as a program. Its arguments are the name of it
 each line of a connection, it reads a JSON object with argv (a script, `-c` and a program text, or `-m` and a module,
 followed by arguments), env, a working folder, files for stdout and stderr, files to open under further descriptors, the
 interpreter for multiprocessing to start, and the process whose namespaces the program enters. It forks a child and
-answers with the child's process id and the file to which it will write the exit status when the child ends. The child
+replies with the child's process id and the file to which it will write the exit status when the child ends. The child
 behaves like a process that `python ARGV` has started: it has a separate session, environment and files, and the
 signals, `atexit` functions and exit status of the program. It only skips the interpreter's clean-up after the `atexit`
 functions, because freeing all modules of torch in copied pages would take half a second of CPU time, which is more than
@@ -83,7 +83,7 @@ GRACE_S = 5.0
 
 
 class ForkedProcess:
-    """A forked process, with those methods of `subprocess.Popen` that tests need."""
+    """A forked process, with the methods of `subprocess.Popen` that tests need."""
 
     def __init__(self, pid: int, status: Path) -> None:
         self.pid = pid
@@ -121,8 +121,8 @@ class ForkServer:
     """A parent process that has imported `modules`; it ends when `close` is called or this process ends.
 
     `python` is the interpreter that starts the parent. If `python` is a program that forks a process with these
-    modules, the parent need not import them again. A parent may be `shared` by the workers of pytest-xdist, which then
-    import once.
+    modules, the parent need not import them again. A `shared` parent is used by all workers of pytest-xdist, so that it
+    imports the modules only once.
     """
 
     def __init__(self, modules: Sequence[str], python: str = sys.executable, *, shared: bool = False) -> None:
@@ -163,7 +163,7 @@ class ForkServer:
         return ForkedProcess(int(status.name), status)
 
     def close(self) -> None:
-        """End all children that still run, and the parent unless others use it."""
+        """End all children that still run, and also the parent unless other processes use it."""
         self._link.shutdown(socket.SHUT_WR)
         self._link.settimeout(3 * GRACE_S)
         with suppress(OSError):  # the parent has ended, or still imports
@@ -171,7 +171,7 @@ class ForkServer:
         self._link.close()
 
     def _ask(self, order: str) -> str:
-        """Return the parent's answer, or nothing if it has ended."""
+        """Return the parent's reply, or an empty reply if the parent has ended."""
         with suppress(ConnectionError), self._link.makefile("rw") as lines:
             lines.write(order + "\n")
             lines.flush()
@@ -179,7 +179,7 @@ class ForkServer:
         return ""
 
     def _connect(self) -> socket.socket:
-        """Connect to the parent, which is started if it does not run."""
+        """Connect to the parent, and start it first if it is not running."""
         parent = None
         while True:
             link = socket.socket(socket.AF_UNIX)
@@ -254,7 +254,7 @@ class Children:
                 self._running.discard(ended[0])
 
     def end(self, pids: set[int]) -> None:
-        """End those of these processes that still run, with SIGTERM and then with SIGKILL."""
+        """End the given processes if they still run, with SIGTERM and then with SIGKILL."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             ends = time.monotonic() + GRACE_S
             for pid in pids & self._running:
@@ -307,7 +307,7 @@ def serve_forks(name: str, modules: Sequence[str]) -> None:
 
 
 def listen(name: str) -> socket.socket:
-    """Return the socket of this parent; end this process if another parent has it."""
+    """Return this parent's socket; end this process if another parent already has the socket."""
     listening = socket.socket(socket.AF_UNIX)
     try:
         listening.bind(f"\0{name}")
@@ -318,7 +318,7 @@ def listen(name: str) -> socket.socket:
 
 
 def read_line(link: socket.socket) -> bytes:
-    """Return the next line of a connection, or nothing if it has closed."""
+    """Return the next line of a connection, or an empty line if the connection has closed."""
     line = b""
     with suppress(ConnectionError):
         while not line.endswith(b"\n") and (part := link.recv(2**16)):
@@ -327,9 +327,9 @@ def read_line(link: socket.socket) -> bytes:
 
 
 def know_files() -> None:
-    """Tell `inspect` in advance to which modules files belong, as torchrun asks for its stack at each of its states.
+    """Record in `inspect`'s cache the module of each file, since torchrun inspects its stack at each change of state.
 
-    For each frame of an unknown file, `inspect` searches all modules: 0.6 s of CPU in each torchrun.
+    For each frame of an unknown file, `inspect` searches all modules, which takes 0.6 s of CPU time in each torchrun.
     """
     inspect.getmodule(know_files.__code__, "no file")  # which searches all, and remembers them
     inspect.modulesbyfile |= {"<frozen runpy>": "runpy", "<string>": "__main__", __file__: "__main__"}
@@ -374,9 +374,7 @@ def become(order: dict[str, Any]) -> None:
 
 
 def leave_groups_late() -> None:
-    """Make scripts wait, as `gloo.leave_group` does, until gloo has freed the last reduction before they destroy a
-    group.
-    """
+    """Make scripts wait until gloo frees the last reduction before they destroy a group (see `gloo.leave_group`)."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None:
         return
@@ -397,7 +395,7 @@ def exit_status(error: BaseException) -> int:
 
 
 def inherit(paths: Mapping[str, str]) -> None:
-    """Open the given files below /proc, in their present mode, under the descriptors that are their keys."""
+    """Open the given files below /proc in their current modes, each under the descriptor that is its key."""
     opened: dict[int, int] = {}
     for descriptor, path in paths.items():
         (flags,) = re.findall(r"^flags:\s+(\d+)", Path(path.replace("/fd/", "/fdinfo/")).read_text(), re.MULTILINE)
@@ -410,10 +408,10 @@ def inherit(paths: Mapping[str, str]) -> None:
 
 
 def enter_namespaces(pid: int) -> None:
-    """Continue in a child in the namespaces of process `pid` if they are others than here.
+    """Continue in a child in the namespaces of process `pid` if they differ from this process's namespaces.
 
-    The child is on that process's machine of a cluster: it has the network, hostname, mounts and process ids. This
-    process then only represents the child: it passes signals on, and ends as the child does.
+    The child then has the network, host name, mounts and process ids of that process's machine in a cluster. This
+    process only represents the child: it forwards signals, and ends as the child does.
     """
     theirs, ours = Path(f"/proc/{pid}/ns"), Path("/proc/self/ns")
     kinds = [kind for kind in ("net", "uts", "pid", "mnt") if (theirs / kind).readlink() != (ours / kind).readlink()]

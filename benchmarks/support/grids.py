@@ -69,7 +69,7 @@ class Workload:
     def measured_sync(self, configurations: Sequence[Configuration]) -> list[float]:
         """Return the exposed communication that profiling measures, in seconds, or NaN where it is unknown.
 
-        If a run is slow, all of its parts are slow by the same factor.
+        If a run is slow, all parts of its steps are slow by the same factor.
         """
         observed = self.observed_s or self.step_time_s
         return [

@@ -33,7 +33,8 @@ class Request:
 class Load:
     """The amount of load: client processes, connections per process, and seconds of warm-up and of measurement.
 
-    If `requests` is set, a process ends after this number of responses, whatever the time; only smoke runs set it.
+    If `requests` is set, a process ends after this number of responses, regardless of the time; only smoke runs set
+    `requests`.
     """
 
     processes: int = 2

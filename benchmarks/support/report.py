@@ -1,4 +1,4 @@
-"""The options that all benchmarks have, and functions that print tables and write JSON files of figures."""
+"""Defines the options of all benchmarks, and functions that print tables and write figures to JSON files."""
 
 from __future__ import annotations
 

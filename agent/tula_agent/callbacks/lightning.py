@@ -128,7 +128,7 @@ class UneditedCallback(TulaCallback):
     (`tula_startup`).
 
     All fits of the script form one run, which ends with the process. Once a profiling run has enough samples, all ranks
-    exit the script after the same step, without any further validation, checkpoint or fit.
+    exit the script after the same step, without any further validation, checkpoint or `fit`.
     """
 
     _of_script: ClassVar[Run] = Run(None)

@@ -80,7 +80,7 @@ def capacity_bytes(device: torch.device, ranks_per_node: int = 1) -> int | None:
 
 
 def find_device(models: Iterable[torch.nn.Module]) -> torch.device:
-    """Return the device of the first parameter; without parameters, CUDA if it is initialised, or else the CPU."""
+    """Return the device of the first parameter; if there are no parameters, CUDA if initialised, or else the CPU."""
     for model in models:
         for parameter in model.parameters():
             return parameter.device

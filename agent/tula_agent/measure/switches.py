@@ -113,7 +113,7 @@ def _precision(word: str, seen: str | None) -> str | None:
 
 
 def _switch(asked_on: bool, asked_off: bool, seen: bool | None, on: str, off: str) -> str | None:
-    """Return the observed state of a switch in words if it is the opposite of the requested state, or else None."""
+    """Return a switch's observed state in words if it is the opposite of the requested state, or else None."""
     if seen is None or not (asked_on or asked_off) or seen is asked_on:
         return None
     return on if seen else off

@@ -430,7 +430,9 @@ class Directions:
     def _exchange(
         self, shares: Sequence[Sequence[_Matrix]], corrected: Mapping[int, torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """Return the corrections of all ranks by index, equal on all ranks; `corrected` is this rank's share."""
+        """Return the corrections of all ranks by index, identical on all ranks; `corrected` is this rank's
+        contribution.
+        """
         most = max(sum(matrix.parameter.numel() for matrix in share) for share in shares)
         own = [corrected[matrix.index].reshape(-1) for matrix in shares[self._ranks.rank]]
         device = shares[0][0].parameter.device

@@ -301,7 +301,7 @@ class SpikeClip:
 
 
 def _part_read(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a view of the first rows of `gradient`, whatever its memory format."""
+    """Return a view of the first rows of `gradient` in any memory format."""
     elements = gradient.numel()
     if elements <= _WHOLE:
         return gradient

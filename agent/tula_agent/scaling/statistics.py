@@ -192,7 +192,7 @@ class GradientStatistics:
         self._observed, self._longest = self._observed + length, max(self._longest, length)
 
     def forget_batch(self) -> None:
-        """Forget the batch, since its step is over."""
+        """Discard the batch at the end of its step."""
         self.batch = None
         self._observed = self._longest = 0.0
 

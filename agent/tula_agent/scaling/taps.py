@@ -57,7 +57,7 @@ def squares(gradient: torch.Tensor, mode: Literal["tensor", "element"]) -> torch
 
 
 class _Part(NamedTuple):
-    """Reading of a gradient that is not accumulated yet: its square, or the gradient itself to be squared later."""
+    """Reading of a gradient that is not accumulated yet: the gradient's square, or the gradient to be squared later."""
 
     square: torch.Tensor | None
     held: torch.Tensor | None

@@ -253,7 +253,7 @@ def _ask(
 
 
 def _mark(number: int) -> Path | None:
-    """Return the file that stores the run's id for a later start by the same torchrun, or None without torchrun.
+    """Return the file that stores the run's id for later starts by the same torchrun, or None if there is no torchrun.
 
     The file is in torchrun's log folder, which torchrun keeps until it ends and then usually removes. torchrun's store
     is not suitable, since it does not always outlive a start (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE`).
