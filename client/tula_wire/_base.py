@@ -54,7 +54,7 @@ def _known_word(value: Any, parse: ValidatorFunctionWrapHandler, info: Validatio
 
 
 class WireModel(BaseModel):
-    """Base class of all wire models; it rejects unknown fields, NaN and infinity, except when parsed with `read`."""
+    """Base class of all wire models; it rejects NaN, infinity and, unless parsed with `read`, unknown fields."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, ser_json_inf_nan="null")
 

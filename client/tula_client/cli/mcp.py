@@ -69,7 +69,7 @@ def mcp(
     """Serve agents and editors over the Model Context Protocol; --allow-runs lets them register and launch jobs."""
     if (allow_runs is None) != (not command):
         raise UsageError(
-            "--allow-runs SPEC.toml requires a launch command after --, and vice versa: give both or neither"
+            "--allow-runs SPEC.toml and a launch command after -- require each other: give both or neither"
         )
     if allow_runs is not None and http is not None:
         raise UsageError(
