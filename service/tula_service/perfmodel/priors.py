@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from tula_service.perfmodel.points import FloatArray, column
+from tula_service.perfmodel.points import FloatArray, ObservationError, column
 from tula_service.perfmodel.step_time_form import (
     ABSENT,
     AT,
@@ -91,9 +91,13 @@ class StepTimePrior:
     covariance: FloatArray | None = None
 
     def __post_init__(self) -> None:
-        """Raise ObservationError unless each parameter has a finite mean and a positive standard deviation."""
+        """Raise ObservationError unless each parameter has a finite mean, and a positive standard deviation that agrees
+        with `covariance`.
+        """
         object.__setattr__(self, "mean", column("prior mean", self.mean, NUM_PARAMETERS))
         object.__setattr__(self, "sd", column("prior sd", self.sd, NUM_PARAMETERS, above=0.0))
+        if self.covariance is not None and not np.allclose(np.diag(self.covariance), self.sd**2):
+            raise ObservationError("prior covariance: its diagonal must have the squares of the prior sd.")
 
     @property
     def precision(self) -> FloatArray:

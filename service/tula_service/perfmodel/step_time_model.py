@@ -19,8 +19,7 @@ from tula_service.perfmodel.step_time_form import RUN_NOISE
 from tula_service.perfmodel.variants import (
     believed_effect,
     nearest_for_waits,
-    posterior_to_start_from,
-    prior_of_variant,
+    start_of_variant,
     switches,
 )
 from tula_wire.configurations import Configuration, Variant
@@ -180,10 +179,10 @@ class StepTimeModel:
         if (earlier := self._unmeasured.get(variant)) is not None:
             return earlier
         name = variant.instance_type
-        if (prior := prior_of_variant(variant, self.posteriors, self.priors)) is None:
+        prior, start = start_of_variant(variant, self.posteriors, self.priors)
+        if prior is None:
             raise ObservationError(f"instance type {name!r} has neither a measurement nor a prior; profile it first.")
         of_steps = _of_steps(prior, self.accumulates, self.priors.slow_from.get(name, math.inf))
-        start = posterior_to_start_from(variant, self.posteriors)
         posterior = prior_posterior(of_steps, prior.reference_batch_size or self.reference_batch_size, start)
         self._unmeasured[variant] = posterior
         return posterior
@@ -245,11 +244,11 @@ def fit_step_time(
     posteriors: dict[Variant, Posterior] = {}
     paper_fits: dict[Variant, PaperFit | None] = {}
     for variant in ordered:
-        believed = prior_of_variant(variant, posteriors, prior) or generic_prior()
-        of_steps = _of_steps(believed, accumulates, prior.slow_from.get(variant.instance_type, math.inf))
+        believed, start = start_of_variant(variant, posteriors, prior)
+        slow_from = prior.slow_from.get(variant.instance_type, math.inf)
+        of_steps = _of_steps(believed or generic_prior(), accumulates, slow_from)
         rows = merged.take(rows_by_variant[variant])
         targets = build_targets(rows, repeats[rows_by_variant[variant]], of_steps.scales)
-        start = posterior_to_start_from(variant, posteriors)
         posteriors[variant] = fit_posterior(targets, of_steps, of_steps.reference_batch_size or largest, start)
         if form != "overlap":
             paper_fits[variant] = fit_paper_form(rows, form)

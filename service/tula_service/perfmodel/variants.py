@@ -30,10 +30,12 @@ from tula_service.perfmodel.step_time_form import AT, COLLECTIVES, NUM_PARAMETER
 from tula_wire.configurations import Configuration, Variant
 from tula_wire.options import Options
 
-_OTHER_COMPUTE: Final = 0.5
-_OTHER_LINKS: Final = 0.25
-"""How much two variants of a job differ in the shape of compute (`_OTHER_COMPUTE`) and in all other parameters except
-the compute scale, as shares of the standard deviations of the generic prior.
+_BETWEEN_VARIANTS: Final = (
+    np.array([0.0, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25, 0.25, 0.25, 0.25]) * generic_prior().sd
+)  # in the order of `AT`: c, the three parameters of the shape of compute, and all others
+"""Standard deviation of each parameter's difference between two variants of a job, without the effects of switches.
+
+The compute scale differs only by these effects, which have errors of their own.
 """
 INTERACTION_SD: Final = 0.25
 """The standard deviation that each further switch adds to log compute time."""
@@ -150,32 +152,36 @@ def nearest_for_waits(variant: Variant, measured: Iterable[Variant]) -> Variant 
     return nearest(variant, measured, by=_WORKERS)
 
 
-def prior_of_variant(variant: Variant, posteriors: Mapping[Variant, Posterior], priors: Priors) -> StepTimePrior | None:
-    """Return the prior of a variant, from the nearest measured variant and the effects of the switches between the two.
+class Start(NamedTuple):
+    """What is known about a variant before its own runs.
 
-    If the variant's instance type has no runs, the prior from earlier jobs is used if it determines the compute scale
-    more precisely than runs on another type do.
+    `prior` is its prior, or None if nothing is known; `posterior` belongs to the measured variant that shares its
+    residual, or is None if there is no such variant.
+    """
+
+    prior: StepTimePrior | None
+    posterior: Posterior | None = None
+
+
+def start_of_variant(variant: Variant, posteriors: Mapping[Variant, Posterior], priors: Priors) -> Start:
+    """Return the start of a variant, from the nearest measured variant and the effects of the switches between the two.
+
+    The two share their residual if they have the same instance type. If the variant's instance type has no runs, the
+    prior from earlier jobs is used if it determines the compute scale more precisely than runs on another type do.
     """
     own, start = priors.believed.get(variant.instance_type), nearest(variant, posteriors)
     if start is None:
-        return own if own is None else _after_switches(own, priors.base, variant, posteriors, priors.base)
+        return Start(own and _after_switches(own, priors.base, variant, posteriors, priors.base))
     measured = posteriors[start].as_prior()
     if start.instance_type == variant.instance_type:
-        spread = _OTHER_LINKS * generic_prior().sd
-        spread[[AT.floor, AT.growth, AT.bend]] *= _OTHER_COMPUTE / _OTHER_LINKS
-        spread[AT.compute] = 0.0  # only the effects of switches change the scale, and they have errors of their own
-        return _after_switches(measured.widened(spread), start.options, variant, posteriors, priors.base)
+        wider = measured.widened(_BETWEEN_VARIANTS)
+        prior = _after_switches(wider, start.options, variant, posteriors, priors.base)
+        return Start(prior, posteriors[start])
     hardware = (priors.hardware.get(end.instance_type, Hardware()) for end in (start, variant))
     carried = prior_from_other_type(measured, *hardware)
     if own is not None and own.absolute and own.sd[AT.compute] < carried.sd[AT.compute]:
-        return _after_switches(own, priors.base, variant, posteriors, priors.base)
-    return _after_switches(carried, start.options, variant, posteriors, priors.base)
-
-
-def posterior_to_start_from(variant: Variant, posteriors: Mapping[Variant, Posterior]) -> Posterior | None:
-    """Return the posterior of the nearest measured variant if this variant has the same instance type, else None."""
-    start = nearest(variant, posteriors)
-    return None if start is None or start.instance_type != variant.instance_type else posteriors[start]
+        return Start(_after_switches(own, priors.base, variant, posteriors, priors.base))
+    return Start(_after_switches(carried, start.options, variant, posteriors, priors.base))
 
 
 def _after_switches(
@@ -208,6 +214,7 @@ def _effect(switch: Switch, variant: Variant, posteriors: Mapping[Variant, Poste
         for end in ends
     )
     elsewhere = INTERACTION_SD if like.instance_type != variant.instance_type else 0.0
+    # Too wide if one end started from the other, since their errors are then partly the same.
     spread = math.hypot(*(end.as_prior().sd[AT.compute] for end in ends), elsewhere)
     return Effect(log_after - log_before, spread, links_sd=INTERACTION_SD)
 

@@ -14,9 +14,10 @@ from tula_service.perfmodel.map_fit import build_targets, fit_posterior
 from tula_service.perfmodel.memory_model import MemoryObservations, fit_memory, switched
 from tula_service.perfmodel.objectives import Goal
 from tula_service.perfmodel.planner import PlanBudget, plan
-from tula_service.perfmodel.points import Points, StepTimeObservations
+from tula_service.perfmodel.points import ObservationError, Points, StepTimeObservations
 from tula_service.perfmodel.pricing import Offer, Training
 from tula_service.perfmodel.priors import Priors
+from tula_service.perfmodel.step_time_form import AT, NUM_PARAMETERS
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time, unmeasured_model
 from tula_service.perfmodel.variants import (
     Switch,
@@ -24,7 +25,7 @@ from tula_service.perfmodel.variants import (
     find_launch,
     further_switches,
     nearest,
-    prior_of_variant,
+    start_of_variant,
 )
 from tula_wire import Configuration
 from tula_wire.configurations import Variant
@@ -119,31 +120,47 @@ def test_each_variant_is_fitted_to_its_own_runs() -> None:
     assert model.predict([at(1, 64, COMPILED)]).extrapolated[0]
 
 
-def test_a_slow_cluster_of_the_base_is_half_believed_of_its_variants() -> None:
+def test_half_of_a_slow_cluster_of_the_base_is_expected_of_the_variants_that_start_from_it() -> None:
     """The links of two nodes are congested, so their steps take 1.3 times as long, whatever the precision."""
     ran = [*launched(BASE), *(at(2, b, BASE) for b in (32, 64, 256)), *launched(HALF)]
     congested = [seconds(c) * (1.3 if c.num_nodes == 2 else 1.0) for c in ran]
-    slow = fit_step_time(StepTimeObservations.at(ran, congested), prior=Priors(base=BASE), candidates=ran)
-    half = at(2, 64, HALF)
-    factor = slow.predict([half]).mean_s[0] / fitted(ran).predict([half]).mean_s[0]
-    assert 1.07 < factor < 1.3
+    model = fit_step_time(StepTimeObservations.at(ran, congested), prior=Priors(base=BASE), candidates=ran)
+    base, half, both, elsewhere = (
+        model.posterior_for(Variant(*variant)).residual(Points.of([at(2, 64, variant[1])]))[0]
+        for variant in (("default", BASE), ("default", HALF), ("default", BOTH), ("other", BASE))
+    )
+    assert base > 0.05
+    assert half == pytest.approx(base / 2, rel=0.5), "and its own, which is small"
+    assert both == pytest.approx(half / 2), "it starts from the nearest measured variant, which starts from the base"
+    assert elsewhere == 0.0, "other machines have other links"
 
 
 def test_a_variant_starts_from_what_the_runs_of_the_base_say_of_parameters_jointly() -> None:
     """Three batches fix their times but not the floor, so one batch of a variant provides as much information."""
-    base = Variant("default", BASE)
     measured = fitted([at(1, batch, BASE) for batch in (32, 64, 256)]).posteriors
-    joint = prior_of_variant(Variant("default", HALF), measured, Priors(base=BASE))
+    joint, base = start_of_variant(Variant("default", HALF), measured, Priors(base=BASE))
     assert joint is not None
     assert joint.covariance is not None
-    assert np.allclose(np.diag(joint.covariance), joint.sd**2)
+    assert base is measured[Variant("default", BASE)]
     ran, unknown = [at(1, 64, HALF)], Points.of([at(1, 256, HALF)])
     targets = build_targets(StepTimeObservations.at(ran, [seconds(c) for c in ran]), np.ones(1), joint.scales)
     variances = [
-        fit_posterior(targets, prior.without_accumulation(), 256.0, measured[base]).predict(unknown)[1][0]
+        fit_posterior(targets, prior.without_accumulation(), 256.0, base).predict(unknown)[1][0]
         for prior in (joint, replace(joint, covariance=None))
     ]
     assert variances[0] < 0.9 * variances[1]
+
+
+def test_a_prior_whose_covariance_contradicts_its_deviations_is_refused() -> None:
+    joint = fitted(launched(BASE)).posteriors[Variant("default", BASE)].as_prior()
+    with pytest.raises(ObservationError, match="prior covariance: its diagonal"):
+        replace(joint, sd=2.0 * joint.sd)
+    without = joint.without_accumulation()
+    assert without.covariance is not None
+    assert not without.covariance[AT.once, : AT.once].any(), "an absent part is independent of all others"
+    wider = without.widened(np.ones(NUM_PARAMETERS))
+    assert np.allclose(wider.sd**2, without.sd**2 + 1.0)
+    assert wider.precision[AT.floor, AT.floor] < without.precision[AT.floor, AT.floor]
 
 
 def test_loader_workers_act_on_the_waits_alone() -> None:
