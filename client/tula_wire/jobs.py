@@ -118,7 +118,7 @@ class ClaimRequest(WireModel):
 
 
 class RunClaimed(WireModel):
-    """The leased run, or None with the reason, for example that all runs are done or leased by others."""
+    """The leased run, or None and the reason, such as that all runs are done or leased by others."""
 
     run: Run | None = Field(
         description="The leased run, which has the largest batch of its launch; null if there is none."
@@ -247,7 +247,7 @@ class MenuPoint(WireModel):
 
 
 class Quality(WireModel):
-    """Whether the chosen batch is expected to keep the accuracy of the base batch, whose learning rate was tuned."""
+    """Whether the chosen batch is expected to keep the accuracy of the base batch, at which the rate was tuned."""
 
     kept: bool = Field(
         description="True if most comparable training runs lost at most one point; false if the accuracy is at risk."

@@ -40,7 +40,7 @@ def test_the_rest_of_the_plan_and_its_cost_are_printed_before_and_after_each_lau
     costs = left(3, 8, 540.0, 2.1, most=2), left(1, 1, 29.0), left(0, 0, 0.0)
     assert printed_of(*costs).splitlines() == [
         "plan      3 launches, 8 configurations, about 9 min and $2.10; "
-        "with what the search may add at most 5 launches, 27 min and $6.30",
+        "including launches that the search may add: at most 5 launches, 27 min and $6.30",
         "plan      1 launch, about 29 s",
     ]
 

@@ -113,7 +113,7 @@ def _fixed(differences: Differences) -> list[str]:
 def _values_by_path(spec: JobSpec) -> dict[str, Any]:
     """Return every value in `spec` by its dotted path.
 
-    The paths of several clusters contain the instance type instead of an index, since the order does not matter.
+    With several clusters, a path contains the instance type instead of an index, since their order does not matter.
     """
     values = dict(_flatten("", spec.model_dump(mode="json", exclude={"cluster"})))
     values["cluster.instance_type"] = sorted(cluster.instance_type for cluster in spec.cluster)

@@ -154,4 +154,4 @@ def rest_of_plan(cost: ProfilingCost) -> str:
     if cost.launches_at_most <= cost.launches_left:
         return left
     most = words(cost.launches_at_most, cost.at_most_s, cost.at_most_usd, ", ")
-    return f"{left}; with what the search may add at most {most}"
+    return f"{left}; including launches that the search may add: at most {most}"
