@@ -41,7 +41,7 @@ def count(timm: ModuleType, network: str) -> MemoryEstimate | None:
 
 
 def counted(timm: ModuleType, rows: Sequence[dict[str, str]], models: int) -> Iterable[dict[str, str]]:
-    """Return the rows of up to `models` networks, always the same random ones, each with its `analytic_bytes`."""
+    """Return the rows of up to `models` networks (a fixed random choice), each with its `analytic_bytes`."""
     networks = sorted({row["model"] for row in rows})
     random.Random(SEED).shuffle(networks)
     left = models

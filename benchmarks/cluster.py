@@ -4,16 +4,16 @@
 
 The benchmark tunes over N = 2, 4, 8 nodes and five batches with adaptive and with partial search. Before and after
 these searches, a full search without early ends measures every candidate. The smaller of the two measured times is
-taken as the true step time, because other work on the machine can only slow a step; their difference is the machine's
-uncertainty. Each search has a separate project, so that it cannot use the results of the others. For each search, the
-benchmark prints the median error of predicted step times over the candidates that the search did not profile, the
-regret of the recommendation in measured time, and the node-seconds of the search as a fraction of those of the full
-search. It then trains with the links at full speed, reduces their bandwidth to a quarter, and counts the steps until
-the service raises the alarm, and the false alarms before the reduction. `--only launches` tunes twice, with one launch
-for each run and with launches that measure every batch of a cluster, and compares the wall-clock times, node-seconds,
-choices and step times of both. It then compares the wall-clock times in the same way for `examples/digits_ddp.py` under
-torchrun on the cores of this machine. A full benchmark includes these comparisons. `--smoke` uses two candidates on two
-nodes without a full search; its figures only show that the benchmark works.
+taken as the true step time, because other work on the machine can only slow a step; the difference between the two
+times is the uncertainty. Each search has a separate project, so that it cannot use the results of the others. For each
+search, the benchmark prints the median error of predicted step times over the candidates that the search did not
+profile, the regret of the recommendation in measured time, and the node-seconds of the search as a fraction of those of
+the full search. It then trains with the links at full speed, reduces their bandwidth to a quarter, and counts the steps
+until the service raises the alarm, and the false alarms before the reduction. `--only launches` tunes twice, with one
+launch for each run and with launches that measure every batch of a cluster, and compares the wall-clock times,
+node-seconds, choices and step times of both. It then compares the wall-clock times in the same way for
+`examples/digits_ddp.py` under torchrun on the cores of this machine. A full benchmark includes these comparisons.
+`--smoke` uses two candidates on two nodes without a full search; its figures only show that the benchmark works.
 """
 
 from __future__ import annotations

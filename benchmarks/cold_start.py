@@ -165,7 +165,7 @@ def histories(
 def score(
     timings: Sequence[Timing], num_same_gpu: int, num_other_gpu: int, same: bool, draws: int, every: int = 1
 ) -> dict[str, float]:
-    """Return the errors and coverage over all targets and histories; empty if no target has such a history."""
+    """Return the errors and coverage over all targets and their histories; empty if no target has a history."""
     factors, inside, without = [], [], []
     for target, history in histories(timings, num_same_gpu, num_other_gpu, same, draws, every):
         earlier = [ScaleError(timing.log_ratio, timing.gpu, rule_sd=float(timing.guess.sd[0])) for timing in history]

@@ -185,8 +185,8 @@ def resume(
     resumed = ranks.on_each(apply)
     if not resumed.exact:
         logger.warning(
-            "resumed with a different batch size or world size: training continues after as many examples as "
-            "before, but their order differs"
+            "resumed with a different batch size or world size: training continues after the same number of "
+            "examples as before, but in a different order"
         )
     return resumed
 

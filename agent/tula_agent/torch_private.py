@@ -469,7 +469,7 @@ _READS_HALVES = (torch.ops.aten._log_softmax.default, torch.ops.aten._to_copy.de
 
 
 def _may_be_fused(func: Any, args: Any, made: torch.Tensor) -> bool:
-    """Return True if CUDA keeps the float32 tensor `made` in registers when one of `_READS_HALVES` reads it next."""
+    """Return True if CUDA would keep the float32 tensor `made` in registers until one of `_READS_HALVES` reads it."""
     if made.dtype != torch.float32:
         return False
     if func is torch.ops.aten._to_copy.default:

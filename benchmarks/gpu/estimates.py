@@ -137,7 +137,7 @@ def segments_growing() -> Iterator[None]:
 
 
 def errors(folder: Path, only: str = "") -> dict[str, Errors]:
-    """Return the errors of predictions for a device's report, by network and precision."""
+    """Return the errors of predictions for a device's report, keyed by network and precision."""
     rows, fitting = {}, Results(folder, "memory").rows
     known, cpu = networks(smoke=False), torch.device("cpu")
     for name, row in Results(folder, "tables").rows.items():

@@ -107,7 +107,7 @@ def combinations(compiled: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
 
 
 def predictions(rows: dict[str, Row]) -> dict[str, dict[str, float]]:
-    """Return, by row and batch, the step time in seconds predicted from the network's base and its single switches."""
+    """Return step times in seconds, keyed by row and batch, predicted from the network's base and single switches."""
     found: dict[str, dict[str, float]] = {}
     for label, row in rows.items():
         if "failed" in row:

@@ -79,7 +79,7 @@ def test_refused_requests_are_counted_said_once_and_not_retried(
 def test_what_a_wrong_token_can_not_send_waits_on_disk(sink: Sink, launch: Launch, environment: dict[str, str]) -> None:
     sink.behaviour = "unknown_token"
     done = launch("train.py")
-    assert done.stderr.count("they wait on disk") == 1
+    assert done.stderr.count("they are stored on disk") == 1
     assert "/v1/runs/run1/samples" in spooled(environment)
 
 

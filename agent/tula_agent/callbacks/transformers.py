@@ -54,7 +54,7 @@ class TulaTrainerCallback(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
         """Begin a step.
 
-        The trainer does not pass batches to callbacks, so this method uses an empty tensor of the same batch size
+        The trainer does not pass batches to callbacks, so this method uses an empty tensor with the same batch size
         instead.
         """
         self._pause.close()

@@ -234,7 +234,7 @@ class MemoryMonitor:
             )
 
     def reset_peak(self) -> None:
-        """Reset the peak, and return cached memory to the device, before a larger batch size is measured."""
+        """Reset the peak and return cached memory to the device before measuring a larger batch size."""
         if self.device is not None and self.device.type == "cuda":
             torch.cuda.empty_cache()  # noqa: TID251 (a run that only measures, between two of its batches)
             torch.cuda.reset_peak_memory_stats(self.device)

@@ -88,7 +88,9 @@ class Ranks:
 
 @lru_cache(maxsize=8)
 def owners(sizes: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """Return the rank that reads each tensor; in descending order of size, assign each to the least loaded rank."""
+    """Return the rank that reads each tensor; in descending order of size, each tensor is assigned to the least loaded
+    rank.
+    """
     loads = [(0, rank) for rank in range(ranks)]
     rank_of = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):

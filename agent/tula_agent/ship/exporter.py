@@ -216,7 +216,9 @@ class Exporter:
             pause = pause_s(self._failures, reply)
             self._not_before = self._clock() + pause
             if self._failures == TRIES_BEFORE_OPEN:
-                logger.warning("the service does not accept measurements (%s); they wait on disk", _reason(reply))
+                logger.warning(
+                    "the service does not accept measurements (%s), so they are stored on disk", _reason(reply)
+                )
             if self._failures >= TRIES_BEFORE_OPEN or self._abandoned or (pause > 1.0 and not last) or pause > 2.0:
                 return False
             time.sleep(pause)
