@@ -66,7 +66,7 @@ _PARTS: Final = (
 """The modules whose routes require authentication."""
 
 AUTH_THREADS: Final = 2
-"""Number of threads reserved for looking up tokens, so that a flood of invalid tokens cannot block other work."""
+"""Number of threads that look up tokens and nothing else, so that a flood of invalid tokens cannot block other work."""
 TOKEN_CACHE_S: Final = 1.0
 """Seconds between checks for tokens that other workers created or revoked.
 
@@ -151,7 +151,7 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S, fits
 
 
 def _make_partitions(store: Store) -> None:
-    """Create the partitions for the coming months; if this fails, log the error, since the next day tries again."""
+    """Create the partitions for the coming months; log any error, since this is tried again on the next day."""
     try:
         create_ahead(store.engine)
     except Exception:
@@ -167,7 +167,8 @@ async def _every_day(work: Callable[[], None]) -> None:
 def _tracer() -> Any:
     """Return a tracer provider that exports FastAPI's traces as configured by the `OTEL_` environment variables.
 
-    Its `shutdown` sends the remaining traces. Raises SettingsError if the extra `otel` is not installed.
+    The provider's `shutdown` method sends the remaining traces. Raises SettingsError if the extra `otel` is not
+    installed.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

@@ -1,6 +1,6 @@
 """The types that `store`, `perfmodel` and `usecases` share, as frozen dataclasses; times are timezone-aware UTC.
 
-Some types describe data to be stored for which `tula_wire` has no model.
+Some of these types describe stored data for which `tula_wire` has no model.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class SampleColumns:
-    """Step samples as columns of equal length; missing measurements are NaN, or -1 in `straggler_rank`."""
+    """Step samples as columns of equal length; missing measurements are NaN (in `straggler_rank`, they are -1)."""
 
     step: IntArray
     step_time_s: FloatArray

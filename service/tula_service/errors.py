@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ServiceError(Exception):
-    """Base class of all errors whose message is for the user and explains in one sentence the fault and its remedy."""
+    """The base class of errors with a message for the user, which states fault and remedy in one sentence."""
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)

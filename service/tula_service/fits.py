@@ -1,4 +1,4 @@
-"""Computes fits one at a time in a separate process, so that they do not hold the GIL that requests need.
+"""Computes fits one at a time in a separate process, so that they do not hold the GIL and delay requests.
 
 The process starts with the service and ends with it, even if the service is killed. If the process dies or hangs, it is
 replaced. The service and the process exchange only plain data that can be pickled.
@@ -53,8 +53,8 @@ class Fits:
     """The queue, shared by all threads, in front of the process that computes fits.
 
     Until the process is ready, fits are computed in the caller's thread, so that no request waits for the process to
-    import SciPy after `start()`. If `start()` is never called, as for a store outside a service, all fits are computed
-    in the caller's thread. longest_s: the longest time in seconds that the process may take for a fit.
+    import SciPy after `start()`. If `start()` is never called (for a store outside a service, for example), all fits
+    are computed in the caller's thread. longest_s: the maximum time in seconds for a fit in the process.
     """
 
     def __init__(self, *, longest_s: float = LONGEST_FIT_S) -> None:
@@ -84,9 +84,9 @@ class Fits:
 
     @contextmanager
     def turn(self) -> Iterator[Compute]:
-        """Wait until no other thread has the turn, then yield a `Compute`. Raises Busy after `_LONGEST_QUEUE_S`.
+        """Wait until no other thread holds the turn, then yield a `Compute`. Raises Busy after `_LONGEST_QUEUE_S`.
 
-        To avoid computing an answer twice, a caller should look for a stored answer only after it has the turn.
+        To avoid computing an answer twice, a caller should acquire the turn before it looks for a stored answer.
         """
         if not self._turn.acquire(timeout=_LONGEST_QUEUE_S):
             raise Busy(
@@ -143,7 +143,7 @@ class Fits:
         return bool(wait([self._process], LONGEST_FIT_S).done and wait([fit], self._longest_s).done)
 
     def _drop(self, *, kill: bool = False) -> None:
-        """Let the process end, or kill it if it hangs (`kill`); the next fit starts a new process."""
+        """Let the process end or, if `kill` is True because it hangs, kill it; the next fit starts a new process."""
         pool, self._pool, self._process = self._pool, None, None
         if pool is None:
             return

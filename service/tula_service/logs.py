@@ -16,7 +16,7 @@ class JsonFormatter(logging.Formatter):
     """Formats each log record as a JSON object with time, level, logger, message and the extra fields in `_FIELDS`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as one line of JSON; a traceback becomes the member `exception`."""
+        """Return the record as one line of JSON; any traceback is in the member `exception`."""
         line: dict[str, Any] = {
             "at": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -46,7 +46,7 @@ def _details(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def logging_config(level: str, style: str, *, terminal: bool) -> dict[str, Any]:
-    """Return a configuration for `logging.config.dictConfig` that sends all logs, also uvicorn's, to standard error.
+    """Return a `logging.config.dictConfig` configuration that sends all logs, including uvicorn's, to standard error.
 
     `style` is json, text, or auto, which means text if standard error is a `terminal` and json otherwise.
     """

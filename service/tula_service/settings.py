@@ -14,7 +14,7 @@ PREFIX: Final = "TULA_"
 
 
 class SettingsError(ValueError):
-    """A setting has an invalid value; the message names the setting and explains which values are valid."""
+    """A setting has an invalid value; the message names the setting and describes the valid values."""
 
 
 class Settings(BaseSettings):
@@ -66,7 +66,7 @@ class Settings(BaseSettings):
             raise SettingsError(f"{PREFIX}{str(first['loc'][0]).upper()} {remedy(first)}") from None
 
     def to_environment(self) -> dict[str, str]:
-        """Return the environment variables through which worker processes receive these settings."""
+        """Return these settings as environment variables, from which worker processes read them."""
         return {PREFIX + name.upper(): str(value) for name, value in self}
 
     @property

@@ -16,7 +16,7 @@ router = APIRouter(route_class=JsonRoute, tags=["access"], dependencies=[Depends
 
 @router.post(routes.TOKENS, status_code=201)
 def create_token(request: TokenCreate, caller: Caller, services: AppServices) -> TokenCreated:
-    """Create a token. Only this response contains its secret."""
+    """Create a token. Only this response contains the token's secret."""
     issued = access.issue_token(services.store, caller, **dict(request))
     services.access.forget(None)
     return issued

@@ -42,17 +42,17 @@ _LOCAL_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 
 
 def client_address(request: Request) -> str:
-    """Return the client's address, which is the key for counting requests without a token."""
+    """Return the client's address, which is the key under which requests without a token are counted."""
     return f"address {request.client.host if request.client else 'unknown'}"
 
 
 def is_ingest(method: str, path: str) -> bool:
-    """Return True if the request sends samples or telemetry, since these have higher limits for body size and rate."""
+    """Return True if the request sends samples or telemetry, which have higher limits for body size and rate."""
     return any(method == allowed and pattern.match(path) for allowed, pattern in _INGEST_PATTERNS)
 
 
 def is_for_agents(method: str, path: str) -> bool:
-    """Return True for the requests that agents send, for which capacity and threads are reserved."""
+    """Return True for requests of the kinds that agents send, for which capacity and threads are reserved."""
     return any(method == allowed and pattern.match(path) for allowed, pattern in _AGENT_PATTERNS)
 
 
@@ -63,10 +63,11 @@ def is_open(method: str, path: str) -> bool:
 
 
 async def admit(request: Request) -> Principal:
-    """Return the caller and count the request, before its body is read and before it uses capacity or a thread.
+    """Return the caller and count the request; call this function before the request's body is read.
 
-    Accept `Authorization: Bearer TOKEN` or the cookie of a browser session. A caller without either must be the local
-    user or use a public route of a read-only service. Raises Unauthenticated, or Busy if a limit is exceeded.
+    This check precedes any use of capacity or threads. Accept `Authorization: Bearer TOKEN` or the cookie of a browser
+    session. A caller with neither must be the local user, or use a public route of a read-only service. Raises
+    Unauthenticated, or Busy if a limit is exceeded.
     """
     services: Services = request.app.state.services
     try:
@@ -107,7 +108,7 @@ async def _identify(request: Request, services: Services) -> Principal:
 
 
 async def authorise(request: Request) -> Principal:
-    """Return the caller if it may use this route, else raise Forbidden.
+    """Return the caller if it is allowed to use this route, otherwise raise Forbidden.
 
     All routes outside `UNAUTHENTICATED_ROUTES` depend on this function.
     """
@@ -154,7 +155,7 @@ def _secret(request: Request) -> str | None:
 
 
 def session_cookie(request: Request) -> str | None:
-    """Return the secret in the browser's session cookie, or None if there is no plausible secret."""
+    """Return the secret in the browser's session cookie, or None if the cookie has no plausible secret."""
     secret = request.cookies.get(COOKIE, "")
     return secret if is_plausible(secret) else None
 
@@ -165,7 +166,7 @@ def is_plausible(secret: str) -> bool:
 
 
 def is_same_origin(request: Request, *, unknown: bool = False) -> bool:
-    """Return True for a read, or for a write that comes from a page of this service, to prevent CSRF.
+    """Return True for a read, or for a write that comes from a page of this service (protection against CSRF).
 
     If no header states the origin of a write, return `unknown`.
     """
@@ -179,7 +180,7 @@ def is_same_origin(request: Request, *, unknown: bool = False) -> bool:
 
 
 def _require_local_origin(request: Request) -> None:
-    """Raise Unauthenticated unless the request is local, came through no proxy, and is not from another site's page.
+    """Raise Unauthenticated if the request is not local, came through a proxy, or is from another site's page.
 
     Only requests without a token need this check.
     """
@@ -208,7 +209,7 @@ class User(NamedTuple):
 
 
 async def _user(request: Request, services: AppServices) -> User:
-    """Return the store and the caller. This function is async because FastAPI would run a plain one in a thread."""
+    """Return the store and the caller. The function is async because FastAPI runs plain functions in a thread."""
     return User(store=services.store, principal=request.scope["tula.principal"])
 
 

@@ -1,4 +1,4 @@
-"""Reads JSON bodies. A thread validates the whole body with pydantic-core, and a size limit bounds the cost."""
+"""Reads JSON bodies. A thread validates the whole body with pydantic-core; a size limit bounds the cost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ORDINARY_BYTES: Final = 256 * 1024
 
 
 class JsonRoute(APIRoute):
-    """A route that parses its body into a model in a thread, whereas FastAPI would parse it on the event loop."""
+    """A route that parses request bodies into models in a thread, whereas FastAPI would do this on the event loop."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler, which receives the parsed model instead of JSON."""
@@ -37,7 +37,7 @@ class JsonRoute(APIRoute):
 
 
 class _Parsed(Request):
-    """A request whose `json()` returns a parsed model, which FastAPI's own validation leaves unchanged."""
+    """A request whose `json()` returns an already parsed model, which FastAPI's own validation does not change."""
 
     def __init__(self, request: Request, model: BaseModel) -> None:
         super().__init__(request.scope, request.receive)

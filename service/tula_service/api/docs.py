@@ -25,7 +25,7 @@ _CHOICES: Final = {
 }
 """The named `Literal` types, keyed by their values.
 
-Each becomes one schema; otherwise generated clients would have a separate type for each field.
+Each type becomes one schema; otherwise, generated clients would have a separate type for each field.
 """
 TAGS: Final = {
     "jobs": "Register, list, read, change and delete jobs.",
@@ -116,7 +116,7 @@ def get_docs() -> HTMLResponse:
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document, including the schemas `Problem` and `Event`, which no route declares."""
+    """Return the OpenAPI document, including the schemas `Problem` and `Event`, which are not declared by any route."""
     if app.openapi_schema is None:
         tags = [{"name": name, "description": text} for name, text in TAGS.items()]
         made = get_openapi(

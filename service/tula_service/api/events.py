@@ -34,7 +34,7 @@ async def _opened(
         int | None, Query(ge=0, le=2**53, description="Like Last-Event-ID, for clients that cannot set headers.")
     ] = None,
 ) -> AsyncIterator[int]:
-    """Yield the id of the event after which the stream starts, and count the stream as open until its response ends.
+    """Yield the id of the event after which the stream starts; count the stream as open until the response ends.
 
     Raises NotFound, InvalidInput or Busy.
     """
@@ -67,8 +67,8 @@ async def stream_events(
 ) -> AsyncIterator[ServerSentEvent]:
     """Stream new events about state changes, samples, recommendations, thresholds, drift and advice.
 
-    With `Last-Event-ID` (or `after`), the stream starts after that event; 0 means from the first event. The `data` of
-    each message is an `Event`.
+    If `Last-Event-ID` (or `after`) is set, the stream starts after the event with this id; 0 means from the first
+    event. The `data` of each message is an `Event`.
     """
     # The stream ends when the token expires, the job is deleted or the service stops, and at the latest after an hour.
     yield ServerSentEvent(retry=_RETRY_MS)

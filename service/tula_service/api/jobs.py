@@ -25,7 +25,7 @@ def create_job(
 ) -> JobCreated:
     """Register a job, or return the existing job with the same specification.
 
-    The response also contains the current recommendation and the profiling runs that are planned.
+    The response also contains the current recommendation and the planned profiling runs.
     """
     return jobs.register(*user, spec, idempotency_key=idempotency_key)
 

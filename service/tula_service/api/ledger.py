@@ -20,5 +20,5 @@ def get_ledger(
     user: CurrentUser,
     limit: Annotated[int, Query(ge=1, le=1000, description="Maximum number of entries.")] = 200,
 ) -> Ledger:
-    """List past predictions with the values measured later, newest first; predictions in the ledger never change."""
+    """List past predictions with the values measured later, newest first. Predictions in the ledger never change."""
     return ledger.entries(*user, job_id, limit=limit)

@@ -19,7 +19,7 @@ _SENDERS: Final = 100_000
 
 @dataclass
 class _Window:
-    """The number of requests from one sender in a window that closes at `ends`, in monotonic seconds."""
+    """The number of requests from one sender in a time window that ends at `ends`, in monotonic seconds."""
 
     ends: float
     count: int = 0
@@ -43,7 +43,7 @@ class RequestLimits:
         self._count(kind, sender, limit, remedy)
 
     def count_failed_auth(self, address: str) -> None:
-        """Count a failed authentication from this address. Raises Busy if there were too many.
+        """Count a failed authentication from this address. Raises Busy if there were too many failures.
 
         Requests with a valid token are not counted, since all clients behind a proxy have the same address.
         """
@@ -54,7 +54,7 @@ class RequestLimits:
         self._count("failed", address, FAILED_PER_MINUTE, remedy)
 
     def count_open(self, address: str) -> None:
-        """Count a request to a route that requires no token. Raises Busy if the address has sent too many."""
+        """Count a request to a route that requires no token. Raises Busy if the address has sent too many requests."""
         remedy = f"More than {OPEN_PER_MINUTE} requests from this address in a minute: wait Retry-After seconds."
         self._count("open", address, OPEN_PER_MINUTE, remedy)
 

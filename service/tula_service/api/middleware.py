@@ -110,7 +110,7 @@ class RequestMiddleware:
             self._record(scope, status, time.perf_counter() - started)
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward the request with its whole body, or send a problem document that says why it is refused."""
+        """Forward the request with its whole body, or send a problem document that explains why it is refused."""
         if (scope["method"], scope["path"]) in PROBES:
             await self._app(scope, receive, send)
             return
@@ -140,7 +140,8 @@ class RequestMiddleware:
                 await self._app(scope, receive, send)
 
     async def _sender(self, request: Request) -> str:
-        """Return the sender to whose limits the request counts. Raises Unauthenticated or Busy, as `admit` does."""
+        """Return the sender against whose limits the request is counted. Raises Unauthenticated or Busy like
+        `admit`."""
         try:
             if not is_open(request.method, request.scope["path"]):
                 return (await admit(request)).sender
@@ -151,7 +152,7 @@ class RequestMiddleware:
         return client_address(request)
 
     async def _arrived(self, scope: Scope, receive: Receive, sender: str) -> Receive:
-        """Read the body and return a `receive` that delivers it. Raises HTTPException 408, TooLarge or Busy."""
+        """Read the body and return a `receive` function for it. Raises HTTPException 408, TooLarge or Busy."""
         limit = MAX_BODY_BYTES if is_ingest(scope["method"], scope["path"]) else ORDINARY_BYTES
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdigit() and int(declared) > limit:
@@ -169,7 +170,7 @@ class RequestMiddleware:
         return whole
 
     async def _read(self, receive: Receive, sender: str, limit: int) -> bytes:
-        """Return the body. To limit concurrent bodies, each counts as at least a minimum share of `ARRIVING_BYTES`."""
+        """Return the body. Each body uses a minimum share of `ARRIVING_BYTES`, which limits concurrent bodies."""
         body = bytearray()
         counted, least = 0, ARRIVING_BYTES // self._services.settings.max_in_flight
         try:

@@ -64,7 +64,8 @@ async def get_ready(services: AppServices) -> Status:
 def get_metrics(user: CurrentUser, services: AppServices) -> Response:
     """Return the counters of this replica's workers, and metrics that all replicas compute from the database.
 
-    These are the numbers of runs and agents, prediction errors, and metrics of training runs in the token's projects.
+    The latter are the numbers of runs and agents, prediction errors, and metrics of training runs in the token's
+    projects.
     """
     registry = CollectorRegistry()
     registry.register(_Stored(services.store, user.principal))
@@ -89,7 +90,7 @@ _Values: TypeAlias = Mapping[tuple[str, ...], float | None]
 
 
 class _Stored(Collector):
-    """Collects metrics from the database, which are equal on every replica.
+    """Collects metrics from the database; their values are the same on every replica.
 
     Metrics of training runs are included only for runs that `principal` may see.
     """

@@ -1,4 +1,4 @@
-"""Defines what endpoints share: the check for unknown parameters, the cursor of lists, and the agents' lease header."""
+"""Defines what endpoints share: a check for unknown parameters, the cursors of lists, and the agents' lease header."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Lease = Annotated[
 
 
 async def reject_unknown_query(request: Request) -> None:
-    """Raise InvalidInput for a query parameter that is repeated or that the route does not declare.
+    """Raise InvalidInput for a query parameter that is repeated or not declared by the route.
 
     An undeclared parameter may be a misspelling.
     """

@@ -1,4 +1,4 @@
-"""Routes `/recommendation`, `/predictions` and `/schedule` of a job: what to run, what-if answers, batch schedules."""
+"""Routes `/recommendation`, `/predictions` and `/schedule` of a job."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ router = APIRouter(route_class=JsonRoute, tags=["samples"])
 async def send_samples(
     run_id: str, batch: SampleBatch, caller: Caller, services: AppServices, lease: Lease = None
 ) -> SamplesAccepted:
-    """Store step samples and commit them before responding; rows that were already stored count as duplicates."""
+    """Store step samples and commit them before responding. Rows that were already stored are counted as duplicates."""
     store, threads = services.samples.store, services.ingest_threads
     accepted = await to_thread.run_sync(store, caller, run_id, batch, lease, limiter=threads)
     services.metrics.samples.inc(accepted.stored)

@@ -1,4 +1,4 @@
-"""The objects that all requests share, such as services, thread limiters and metrics; `create_app` builds them."""
+"""Defines the objects that all requests share, such as thread limiters and metrics; `create_app` creates them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tula_wire import Problem
 MULTIPROCESS_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
 """The environment variable that names the folder through which workers share their metrics.
 
-`tula serve --workers N` sets it, so that any worker can report the metrics of all.
+`tula serve --workers N` sets this variable, so that any worker can report the metrics of all workers.
 """
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
@@ -78,8 +78,9 @@ class Readiness:
 class Services:
     """The objects that all requests share.
 
-    `ingest_threads` limits the threads that are reserved for requests from agents, and `auth_threads` the threads that
-    look up tokens. `streams` lists the senders of the open event streams, which end when `stopping` is set.
+    `ingest_threads` limits the number of threads reserved for requests from agents, and `auth_threads` the number of
+    threads that look up tokens. `streams` lists the senders of the open event streams, which end when `stopping` is
+    set.
     """
 
     settings: Settings
@@ -98,7 +99,7 @@ class Services:
 
 
 async def _services(request: Request) -> Services:
-    """Return the services. This function is async because FastAPI would run a plain one in a thread."""
+    """Return the services. The function is async because FastAPI runs plain functions in a thread."""
     services: Services = request.app.state.services
     return services
 

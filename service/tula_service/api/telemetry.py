@@ -44,7 +44,7 @@ def get_telemetry(
     first_step: Annotated[int | None, Query(ge=0, le=2**53, description="First step to read.")] = None,
     last_step: Annotated[int | None, Query(ge=0, le=2**53, description="Last step to read.")] = None,
 ) -> TelemetrySeries:
-    """Return a column of one rank, downsampled to at most `max_points` so that peaks and dips are kept.
+    """Return a column of one rank, downsampled to at most `max_points` points that include peaks and dips.
 
     If `column` is omitted, return no points; `available` always lists the names of the run's columns.
     """

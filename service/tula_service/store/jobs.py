@@ -185,8 +185,7 @@ class Jobs(Repository):
         return JobPage(jobs=[records[key] for key in keys[:limit]], total=total, next_cursor=following)
 
     def update(self, job_id: str, *, bump: bool = False, **values: Any) -> JobRecord:
-        """Change columns of a job; if `bump` is True, also increment its data version, which makes cached results
-        stale.
+        """Change columns of a job; `bump` also increments its data version, which makes cached results stale.
 
         The value of `recommended` is a Configuration or None. Raises NotFound.
         """

@@ -137,8 +137,7 @@ class PosteriorStore(Repository):
         self._put(job_lessons, {"job_id": job_id}, {"posteriors": posteriors}, prediction_pairs=[])
 
     def add_prediction_pair(self, job_id: str, pair: list[float], *, keep: int) -> None:
-        """Prepend a prediction with its measurement, and keep the newest `keep` pairs; the caller holds the job's
-        lock."""
+        """Prepend a prediction with its measurement; keep the newest `keep` pairs. The caller holds the job's lock."""
         pairs = [pair, *self.prediction_pairs(job_id)][:keep]
         self._put(job_lessons, {"job_id": job_id}, {"prediction_pairs": pairs}, posteriors={})
 

@@ -1,1 +1,1 @@
-"""The use cases, one file per API resource: authorise, load data, analyse it without a transaction, then store."""
+"""The use cases, one file per API resource. Each authorises, loads data, analyses it, and stores the result."""

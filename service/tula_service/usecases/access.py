@@ -32,10 +32,10 @@ ANNOUNCE_EVERY_S: Final = 1.0
 
 @dataclass(frozen=True)
 class Principal:
-    """The sender of a request; `scope` is agent, read, user, admin or public.
+    """The sender of a request; its `scope` is agent, read, user, admin or public.
 
-    An agent is bound to one job. A caller with scope read or user is bound to one project, and lists contain only that
-    project's objects. `api/auth.py` refuses the requests that the scope read does not allow.
+    An agent is bound to one job. A caller with scope read or user is bound to one project, and lists contain only the
+    objects of this project. `api/auth.py` refuses all requests that the scope read does not allow.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Principal:
     project_id: str | None = None
     job_id: str | None = None
     sha256: str | None = field(default=None, repr=False, compare=False)
-    """Digest of the request's token or session secret, with which a stream detects that the secret has expired."""
+    """Digest of the request's token or session secret, which lets a stream detect that the secret has expired."""
 
     @property
     def is_admin(self) -> bool:
@@ -53,7 +53,7 @@ class Principal:
 
     @property
     def sender(self) -> str:
-        """Return the key for counting the caller's requests: the token's id, or the caller's name without a token."""
+        """Return the key for counting the caller's requests: the token's id or, without a token, the name."""
         return self.token_id or self.name
 
     @property
@@ -64,7 +64,8 @@ class Principal:
     def may_touch(self, *, job_id: str, project_id: str) -> bool:
         """Return True if the caller may access the job.
 
-        Administrators may access every job, users and readers the jobs of their project, and agents only their own job.
+        Administrators may access every job, users and readers only the jobs of their project, and agents only their own
+        job.
         """
         if self.is_admin:
             return True
@@ -74,7 +75,7 @@ class Principal:
 
 
 ANONYMOUS: Final = Principal(name="loopback", scope="admin")
-"""The local user, who needs no token until the first one is created, if the service listens only on loopback."""
+"""The local user, who needs no token if the service listens only on loopback and no token has been created."""
 PUBLIC: Final = Principal(name="public", scope="public")
 """A caller without a token on a read-only service; `api/auth.py` shows such callers only statistics over all jobs."""
 
@@ -82,7 +83,8 @@ PUBLIC: Final = Principal(name="public", scope="public")
 def visible_job(tx: Transaction, principal: Principal, job_id: str) -> JobRecord:
     """Return the job with this id.
 
-    Raises NotFound both if no such job exists and if the caller may not see it, so that callers cannot probe for ids.
+    Raises NotFound if the job does not exist or the caller may not see it; the error is the same, so that callers
+    cannot probe for ids.
     """
     # Unprintable ids are not looked up, since no id contains such characters and Postgres rejects NUL in text.
     job = tx.jobs.get(job_id) if job_id.isprintable() else None
@@ -92,7 +94,7 @@ def visible_job(tx: Transaction, principal: Principal, job_id: str) -> JobRecord
 
 
 def visible_run(tx: Transaction, principal: Principal, run_id: str) -> RunRecord:
-    """Return the run with this id. Raises NotFound if it does not exist or the caller may not see it."""
+    """Return the run with this id. Raises NotFound if the run does not exist or the caller may not see it."""
     run = tx.runs.get(run_id) if run_id.isprintable() else None
     if run is None or not principal.may_touch(job_id=run.job_id, project_id=run.project_id):
         raise NotFound.of("run", run_id)
@@ -151,13 +153,13 @@ def issue_token(
 
 
 def visible_tokens(store: Store, caller: Principal) -> Sequence[Token]:
-    """Return all tokens for an administrator, or the project's tokens for a user."""
+    """Return all tokens if the caller is an administrator, or only the project's tokens for a user."""
     with store.reading() as tx:
         return tx.tokens.list(project_id=caller.project_id)
 
 
 def revoke_token(store: Store, actor: Principal, token_id: str) -> Token:
-    """Revoke a token. Users may revoke the tokens of their project. Raises NotFound."""
+    """Revoke a token. Users may only revoke the tokens of their own project. Raises NotFound."""
     with store.transaction() as tx:
         token = tx.tokens.get(token_id)
         if not actor.is_admin and (actor.scope != "user" or token.project != actor.project_id):
@@ -189,7 +191,7 @@ def end_session(store: Store, secret: str) -> None:
 def create_project(store: Store, actor: Principal, name: str) -> Project:
     """Create a project, record this in the audit log, and return the project.
 
-    Raises Forbidden, or Conflict if the name is taken.
+    Raises Forbidden if the caller is not an administrator, and Conflict if the name is taken.
     """
     if not actor.is_admin:
         raise Forbidden("Only administrators can create projects: ask an administrator.")
@@ -200,7 +202,7 @@ def create_project(store: Store, actor: Principal, name: str) -> Project:
 
 
 def visible_projects(store: Store, caller: Principal) -> Sequence[Project]:
-    """Return all projects for an administrator, or only the caller's project."""
+    """Return all projects if the caller is an administrator, or only the caller's project."""
     with store.reading() as tx:
         if caller.is_admin:
             return tx.projects.list()
@@ -210,7 +212,7 @@ def visible_projects(store: Store, caller: Principal) -> Sequence[Project]:
 def check_still_valid(tx: Transaction, principal: Principal) -> None:
     """Raise Unauthenticated if the caller's token or session has ended since the caller was authenticated.
 
-    Streams call this function, because they stay open for a long time.
+    Event streams call this function repeatedly, because they stay open for a long time.
     """
     if principal.sha256 is None:
         ended = tx.tokens.ever_made()  # the anonymous user is accepted until the first token is created
@@ -229,7 +231,7 @@ def token_state(token: Token, now: datetime) -> str:
 
 
 class KnownRuns:
-    """A cache for ingest of each run's key, job and project, which never change, and of its last event about samples.
+    """A cache of each run's immutable key, job and project, and of its last `samples` event, for requests with samples.
 
     Request threads share an instance, so every access to its caches holds `_lock`."""
 
@@ -240,7 +242,7 @@ class KnownRuns:
         self._announced: TTLCache[str, bool] = TTLCache(CACHED, ANNOUNCE_EVERY_S)
 
     def authorise(self, principal: Principal, run_id: str) -> tuple[int, str]:
-        """Return the run's key and job id. Raises NotFound if it does not exist or the caller may not access it."""
+        """Return the run's key and job id. Raises NotFound if there is no run that the caller may access."""
         with self._lock:
             entry = self._runs.get(run_id)
         if entry is None:
@@ -259,7 +261,7 @@ class KnownRuns:
             self._runs.pop(run_id, None)
 
     def should_emit_event(self, run_id: str) -> bool:
-        """Return True at most once per second for each run, since readers of events need no more."""
+        """Return True at most once per second for each run, which is often enough for readers of events."""
         with self._lock:
             is_due = run_id not in self._announced
             if is_due:
@@ -268,7 +270,7 @@ class KnownRuns:
 
 
 class _Trusted(NamedTuple):
-    """A cached principal, with the monotonic times at which to check its secret again and to stop trusting it."""
+    """A cached principal, with the monotonic times at which its secret must be checked again and becomes invalid."""
 
     check_at: float
     ends_at: float
@@ -280,7 +282,7 @@ class Access:
 
     A revocation takes effect immediately in the worker that handles it (`forget_all`), and within `cache_s` in other
     workers. Request threads share an instance, so every access to its caches holds `_lock`. A thread that queried the
-    database before `forget_all` writes its result to the old cache, which is no longer read.
+    database before `forget_all` was called writes its result to the old cache, which is no longer read.
     """
 
     def __init__(self, store: Store, *, cache_s: float, tokenless_allowed: bool) -> None:
@@ -292,9 +294,9 @@ class Access:
         self.forget_all()
 
     def cached(self, secret: str | None) -> Principal | None:
-        """Return the principal of a secret if the secret was checked recently, else None, without any query.
+        """Return the principal of a secret if the secret was checked recently, else None; this requires no query.
 
-        The secret None means a caller without a token.
+        If the secret is None, the caller has no token.
         """
         now = time.monotonic()
         with self._lock:
@@ -339,7 +341,7 @@ class Access:
         return self._trust(cache, None, ANONYMOUS, math.inf)
 
     def _touch(self, token_id: str) -> None:
-        """Store the time of the token's last use, at most once a minute; ignore a failure of this write."""
+        """Store the time of the token's last use at most once a minute; ignore an error if this write fails."""
         with self._lock:
             if token_id in self._touched:
                 return
@@ -348,12 +350,12 @@ class Access:
             tx.tokens.touch(token_id)
 
     def forget(self, secret: str | None) -> None:
-        """Remove a secret from the cache, so that its next use is checked; None means the caller without a token."""
+        """Remove a secret from the cache, so that it is checked at its next use; None stands for "no token"."""
         with self._lock:
             self._trusted.pop(secret, None)
 
     def forget_all(self) -> None:
-        """Clear the cache; this is needed after this process has revoked a token."""
+        """Clear the cache; call this method after revoking a token in this process."""
         self._trusted: LRUCache[str | None, _Trusted] = LRUCache(CACHED)
 
     def _trust(

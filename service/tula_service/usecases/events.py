@@ -1,4 +1,4 @@
-"""Reads a job's events, and the state of the whole service for its metrics and health checks."""
+"""Reads a job's events, and the state of the whole service for metrics and health checks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _SHARES: Final = (0.5, 0.9)
 
 
 def last_id(store: Store, principal: Principal, job_id: str) -> int:
-    """Return the id of the job's newest event, or 0 if it has none. Raises NotFound."""
+    """Return the id of the job's newest event, or 0 if the job has no events. Raises NotFound."""
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
         return tx.events.last_id(job_id)
 
 
 def read_on(store: Store, principal: Principal, job_id: str, after: int, *, limit: int = 200) -> list[wire.Event]:
-    """Return the events after this id, oldest first, for a caller whose access to the job was already checked.
+    """Return the events after this id, oldest first; the caller's access to the job must already have been checked.
 
     Raises Unauthenticated if the caller's token or session has ended, and NotFound if the job was deleted.
     """
@@ -55,8 +55,8 @@ def recent(
 def overview(store: Store) -> tuple[Mapping[RunState, int], int, Mapping[float, float]]:
     """Return the number of runs by state, the number of agents, and quantiles of recent prediction errors.
 
-    The quantiles are those of the newest thousand absolute relative errors of step time. All replicas return the same
-    values.
+    The quantiles are computed from the newest thousand absolute relative errors of step time. All replicas return the
+    same values.
     """
     with store.reading() as tx:
         by_state, num_agents = tx.runs.count_by_state(), tx.samples.count_processes()

@@ -27,8 +27,8 @@ def add(store: Store, principal: Principal, probe: wire.FabricProbe) -> wire.Fab
 def add_of_run(store: Store, run_id: str, measured: wire.AllReduces) -> None:
     """Store the measurements of a run's ranks as a probe of its cluster, unless a stored probe has as many ranks.
 
-    This limits how often an agent can make its job's plan stale by sending probes. A measurement is ignored if its
-    number of ranks differs from the run's.
+    This rule limits how often an agent can make its job's plan stale by sending probes. Measurements are ignored if the
+    number of ranks differs from the run's number of ranks.
     """
     with store.transaction() as tx:
         run = tx.runs.get(run_id)
@@ -40,14 +40,14 @@ def add_of_run(store: Store, run_id: str, measured: wire.AllReduces) -> None:
 
 
 def to_launch(tx: Transaction, job: JobRecord, run: wire.Run) -> wire.Run:
-    """Return the run for its launcher, with the instruction to probe links unless a probe with as many ranks exists."""
+    """Return the run for its launcher, with an instruction to probe links unless a probe of as many ranks exists."""
     if run.instruction is None or run.configuration.world_size < 2 or is_probed(tx, job, run.configuration):
         return run
     return run.model_copy(update={"instruction": run.instruction.model_copy(update={"probe_s": _PROBE_S})})
 
 
 def is_probed(tx: Transaction, job: JobRecord, configuration: wire.Configuration) -> bool:
-    """Return True if the cluster has a probe with at least as many ranks, or is no longer in the job's specification.
+    """Return True if the cluster already has a probe of at least as many ranks, or is no longer in the specification.
 
     Only the probe with the most ranks is used (`fit_fabric`), so a probe with fewer ranks would change nothing.
     """

@@ -1,6 +1,6 @@
-"""Loads `JobData`, which is the input of a job's analysis, and parts of stored specifications.
+"""Loads `JobData`, the input for analysing a job, and parts of stored specifications.
 
-`load_job_data` reads everything that an analysis needs, inside its caller's transaction.
+`load_job_data` reads all data that an analysis needs, within the caller's transaction.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def load_noise_curves(tx: Transaction, data: JobData) -> list[NoiseCurve]:
 
 
 def stored_probes(tx: Transaction, job: JobRecord) -> list[wire.FabricProbe]:
-    """Return the probes of the job's instance types that the project's users or the job's runs sent, newest first.
+    """Return the probes of the job's instance types sent by the project's users or by the job's runs, newest first.
 
     A probe from a run of another job is included only if a probe from a third job agrees with it, so that one job's
     token cannot change the recommendations for other jobs.
@@ -119,8 +119,8 @@ def read_spec(job: JobRecord) -> wire.JobSpec:
 def read_stored(model: type[M], stored: Mapping[str, Any]) -> M:
     """Return a stored value as a wire model; the value was valid when it was stored.
 
-    Unknown fields are ignored. A number that violates a bound introduced later is replaced by that bound, so that the
-    job can still be read and corrected.
+    Unknown fields are ignored. A number that violates a bound introduced after it was stored is replaced by this bound,
+    so that the job can still be read and corrected.
     """
     try:
         return wire.read(model, dict(stored))

@@ -32,13 +32,13 @@ _MIN_MEMORY_BYTES = 2**26
 _ROWS_PER_TRANSACTION: Final = 5_000
 _CHUNKS_PER_TRANSACTION: Final = 100
 EVENTS_KEPT_FOR: Final = timedelta(days=7)
-"""How long events are kept. Clients reconnect within minutes, and a week of events lets users look back."""
+"""The time for which events are kept. Clients reconnect within minutes, but users may want to see the past week."""
 
 
 def register(
     store: Store, principal: Principal, spec: wire.JobSpec, *, idempotency_key: str | None = None
 ) -> wire.JobCreated:
-    """Register a job, or find the existing job with the same specification; return it with the next profiling runs.
+    """Register a job unless a job with the same specification exists; return the job with its next profiling runs.
 
     If a specification is registered again, its job keeps all measurements, and configurations whose runs failed may be
     planned again. Raises Conflict if the idempotency key was sent before with another specification, and InvalidInput
@@ -72,12 +72,12 @@ def register(
 
 
 def compute_fingerprint(body: Mapping[str, Any]) -> str:
-    """Return the hash that identifies a specification; `body` is the specification as JSON, including all defaults."""
+    """Return a hash that identifies a specification; `body` is the specification as JSON, including all defaults."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def _allow_retries(tx: Transaction, job: JobRecord) -> None:
-    """Let failed configurations be planned again, since the user may have fixed the cause."""
+    """Allow failed configurations to be planned again, since the user may have fixed the cause."""
     failures = tx.runs.list(job.id, states=("failed", "out_of_memory"), limit=1)
     if failures and failures[0].key > job.retried_up_to_key:
         tx.jobs.update(job.id, bump=True, retried_up_to_key=failures[0].key)
@@ -129,9 +129,10 @@ def list_jobs(
 
 
 def change(store: Store, principal: Principal, job_id: str, patch: wire.JobPatch) -> wire.Job:
-    """Change a job's objective, prices, limits or shared launches, or archive it; then update plan and recommendation.
+    """Change a job's settings, or archive the job; then update its plan and its recommendation.
 
-    If the patch says so (`retry_failed`), configurations whose runs failed may be planned again.
+    These settings are the objective, prices, limits and shared launches. If `retry_failed` is set, failed
+    configurations may be planned again.
 
     Raises InvalidInput if the patch sets the price of an instance type that the job does not have.
     """
@@ -183,9 +184,9 @@ def _patched(spec: wire.JobSpec, patch: wire.JobPatch) -> wire.JobSpec:
 
 
 def _check_model(spec: wire.JobSpec) -> None:
-    """Raise InvalidInput if the values for the model contradict each other or those for the devices.
+    """Raise InvalidInput if the values of the model contradict each other or the values of the devices.
 
-    Only registration calls this function, so that older jobs can still be changed.
+    This function is called only at registration, so that older jobs can still be changed.
     """
     if spec.model.activation_bytes_per_sample == 0:
         raise InvalidInput(
@@ -245,7 +246,7 @@ def _check(spec: wire.JobSpec) -> None:
 
 @dataclass(frozen=True)
 class Pruned:
-    """What a prune has deleted or, in a dry run, would delete."""
+    """The objects that a prune has deleted or, in a dry run, would delete."""
 
     job_ids: Sequence[str]
     num_events: int
@@ -277,9 +278,9 @@ def prune_store(
     """Delete jobs archived longer ago than `older_than`, finish interrupted deletions, and delete old events.
 
     On Postgres, months of telemetry that ended longer ago than `telemetry_older_than` are then dropped; if `archive` is
-    set, each month is first written to it. Raises InvalidInput if `telemetry_older_than` is set on SQLite or the
-    archive is unusable, Conflict if another process is dropping months, and StoreUnavailable if a month cannot be
-    written to the archive; that month is kept.
+    set, each month is first written to the archive. Raises InvalidInput if `telemetry_older_than` is set on SQLite or
+    the archive is unusable, Conflict if another process is dropping months, and StoreUnavailable if a month cannot be
+    written to the archive, in which case the month is kept.
     """
     now = store.now()
     before = None if telemetry_older_than is None else now - telemetry_older_than

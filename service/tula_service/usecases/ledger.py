@@ -22,7 +22,7 @@ _MAX_PAIRS = 100
 def entries(
     store: Store, principal: Principal, job_id: str, *, followed: bool = False, limit: int = 200
 ) -> wire.Ledger:
-    """Return a job's ledger entries, newest first; with `followed`, only those that a training run followed."""
+    """Return a job's ledger entries, newest first; with `followed=True`, only entries that a training run followed."""
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
         records = tx.ledger.list(job_id, followed=followed, limit=limit)
@@ -30,7 +30,7 @@ def entries(
 
 
 class Outcome(NamedTuple):
-    """A recommendation with its training run's result, its job, its network, and the device of its instance type."""
+    """A recommendation with the result of its training run, its job, its network, and its instance type's device."""
 
     job_name: str
     network: str
@@ -46,14 +46,14 @@ def outcomes(store: Store, principal: Principal, *, limit: int = 1000) -> list[O
 
 
 def _device(entry: LedgerRecord, spec: JsonObject) -> str:
-    """Return the accelerator that the specification names for the entry's instance type, else the instance type."""
+    """Return the accelerator specified for the entry's instance type or, if there is none, the instance type."""
     used = "" if entry.configuration is None else entry.configuration.instance_type
     named = next((cluster.get("accelerator") for cluster in spec["cluster"] if cluster["instance_type"] == used), None)
     return named or (used if used != wire.DEFAULT_INSTANCE_TYPE else "not named")
 
 
 def followed(tx: Transaction, job: JobRecord, configuration: Configuration) -> str | None:
-    """Return the id of a recommendation with this configuration that is the newest for its objective, or None.
+    """Return the id of a recommendation that is the newest for its objective and has this configuration, or None.
 
     The recommendation for the job's own objective takes precedence.
     """
@@ -75,7 +75,7 @@ def record_outcome(tx: Transaction, run: RunRecord) -> None:
     if entry is None or entry.predicted_step_time_s is None:
         return
     value, low, high = dict(entry.predicted_step_time_s).values()
-    # A cancelled run is not counted, since it may be resumed, and a training must count only once.
+    # A cancelled run is not counted, since it may be resumed, and a training must be counted only once.
     ended = run.state != "cancelled"
     if ended and entry.basis == "profiled" and entry.interval_scale is not None:
         pair = [*_uncalibrated(value, low, high, entry.interval_scale), measured]
@@ -93,7 +93,7 @@ def _uncalibrated(value: float, low: float, high: float, scale: float) -> tuple[
 
 
 def enter(tx: Transaction, job: JobRecord, findings: Findings, data_version: int) -> LedgerRecord:
-    """Return the newest ledger entry if it agrees with `findings`, else append a new entry and return it."""
+    """Return the newest ledger entry if it agrees with `findings`, otherwise append and return a new entry."""
     chosen = findings.chosen
     entry = LedgerRecord(
         created_at=tx.now(),
@@ -120,7 +120,7 @@ def enter(tx: Transaction, job: JobRecord, findings: Findings, data_version: int
 
 
 def _says_the_same(old: LedgerRecord, new: LedgerRecord) -> bool:
-    """Return True if the entries differ at most in their predictions, and by less than 2 %.
+    """Return True if the entries differ only in their predictions, and these differ by less than 2 %.
 
     Such differences are ignored, since every new sample changes the predictions slightly.
     """

@@ -1,4 +1,4 @@
-"""Monitors training runs: raises an alarm when the speed changes, and compares projections with deadline and budget."""
+"""Monitors training runs: raises alarms when the speed changes, and compares projections with deadline and budget."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def start(
 ) -> None:
     """Start monitoring a training run.
 
-    The time and cost of `before`, the run that it continues, count toward its limits. Raises InvalidInput if the
-    training run must stop at its limits and has no time or budget left.
+    If the run continues an earlier run (`before`), the time and cost of the earlier run count toward the limits. Raises
+    InvalidInput if the training run must stop at its limits and has no time or budget left.
     """
     spent_s = spent_usd = 0.0
     if before is not None:
@@ -60,7 +60,7 @@ def spent_until_now(tx: Transaction, run: RunRecord) -> str:
 
 
 def _spent(spec: wire.JobSpec, run: RunRecord, until: datetime | None) -> tuple[float, float]:
-    """Return the seconds and dollars spent by a run and the runs that it continues; without prices, 0 dollars."""
+    """Return the seconds and dollars (0 without prices) spent by a run and the runs that it continues."""
     if run.monitor is None:
         return 0.0, 0.0
     monitor = Monitor.read(run.monitor)
@@ -74,8 +74,8 @@ def _spent(spec: wire.JobSpec, run: RunRecord, until: datetime | None) -> tuple[
 def observe_samples(tx: Transaction, run: RunRecord, new: wire.SampleBatch, num_new: int) -> None:
     """Update a training run's monitor with new samples from rank 0; emit events for speed changes and exceeded limits.
 
-    The last `num_new` rows are assumed to be new, since a process numbers its samples in ascending order. This function
-    runs inside the transaction that stores the samples, so it does not fit a model.
+    The last `num_new` rows are assumed to be new, since a process numbers its samples in ascending order. No model is
+    fitted here, because this function runs inside the transaction that stores the samples.
     """
     if run.kind != "train" or new.rank != 0 or run.monitor is None:
         return
@@ -140,7 +140,7 @@ def running_trainings(store: Store, principal: Principal) -> list[Progress]:
 
 
 def progress(tx: Transaction, run: RunRecord) -> Progress:
-    """Return the progress of a running or ended training run according to its newest samples."""
+    """Return the progress of a running or ended training run, based on its newest samples."""
     job = tx.jobs.get(run.job_id)
     spec, configuration = read_spec(job), run.configuration
     monitor = Monitor() if run.monitor is None else Monitor.read(run.monitor)

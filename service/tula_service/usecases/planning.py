@@ -1,9 +1,9 @@
 """Computes a job's plan and recommendation once after each change, and stores both.
 
-A fit runs on a read-only snapshot, so that no writer waits for it. If anything other than measurements changed during
-the fit, the computation is repeated; after four attempts, it runs while holding the job's lock. Each transaction that
-changes a job also marks its plan as stale (`PlanState`), so that the next claim computes the plan even if the worker
-dies. Recommendations are cached per version of a job's data, and recorded in the ledger.
+A fit runs on a read-only snapshot, so that no writer waits for it. If anything other than measurements changes during
+the fit, the computation is repeated; after four attempts, the job's lock is held during the computation. Each
+transaction that changes a job also marks the job's plan as stale (`PlanState`), so that the next claim computes the
+plan even if the worker dies. Recommendations are cached per version of a job's data, and recorded in the ledger.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _STATES_KEPT = ("archived", "training")
 def replan(store: Store, job_id: str) -> str:
     """Update a job's plan and recommendation, and return the recommendation as JSON.
 
-    Only one thread of a process computes at a time; threads that waited for the same job return the first one's result.
-    Raises NotFound if the job was deleted, and Busy if too many computations are queued.
+    Only one thread of a process computes at a time; threads that waited for the same job return the first thread's
+    result. Raises NotFound if the job was deleted, and Busy if too many computations are queued.
     """
     with store.reading() as tx:
         asked = tx.jobs.get(job_id)
@@ -51,7 +51,7 @@ def answer(
 ) -> str:
     """Analyse a job, store the recommendation (and the plan if `plan`), and return the recommendation as JSON.
 
-    The caller holds the turn that yielded `compute`. If `keep` is False, because the caller may not change anything,
+    The caller must hold the turn that yielded `compute`. If `keep` is False because the caller has read-only access,
     nothing is stored, not even in the ledger.
     """
     for _ in range(ATTEMPTS):
@@ -78,8 +78,8 @@ def answer(
 def store_answer(tx: Transaction, job: JobRecord, findings: Findings) -> str:
     """Store the plan, if any, then cache the recommendation, record it in the ledger, and return it as JSON.
 
-    If the data have changed and a newer recommendation is cached, that one is returned. The caller holds the job's lock
-    and has compared the facts.
+    If the data have changed and a newer recommendation is cached, the newer one is returned. The caller must hold the
+    job's lock and must have compared the facts.
     """
     # New pending runs do not affect the fit, so the result is also valid for the version that they create. If
     # measurements arrived during the fit, the result is stored under the version from which it was computed.

@@ -1,4 +1,4 @@
-"""Computes recommendations, which are cached, and what-if answers and batch schedules, from a job's current data."""
+"""Computes recommendations (which are cached), what-if answers and batch schedules from a job's current data."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def get(
     *,
     on_miss: Callable[[], None] = lambda: None,
 ) -> str:
-    """Return the recommendation as JSON: a cached one if it is still valid, else call `on_miss()` and compute one.
+    """Return the recommendation as JSON; unless a valid one is cached, call `on_miss()` and compute it.
 
     A cached recommendation is valid until its inputs change. The result is based on the data at the time of the
-    request, even if measurements arrive during the computation. For a caller with scope read, the result is cached only
-    in memory, since a read-only token must not add entries to the ledger.
+    request, even if further measurements arrive during the computation. For a caller with scope read, the result is
+    cached only in memory, since a read-only token must not add entries to the ledger.
     """
     may_change = principal.scope != "read"
 

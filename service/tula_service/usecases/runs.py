@@ -1,4 +1,4 @@
-"""Claims, registers, lists and updates runs; a holder claims a run under a lease."""
+"""Claims, registers, lists and updates runs; each claim gives the holder a lease on the run."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def claim(store: Store, principal: Principal, job_id: str, request: wire.ClaimRe
 def _claimed(
     store: Store, principal: Principal, job_id: str, request: wire.ClaimRequest, *, replanned: bool = False
 ) -> wire.RunClaimed | None:
-    """Return the claimed run or the reason why there is none; return None if the only reason is a stale plan."""
+    """Return the claimed run or the reason why no run is available; return None if the only reason is a stale plan."""
     with store.transaction() as tx:
         job = visible_job(tx, principal, job_id)
         if job.state == "archived":
@@ -105,7 +105,7 @@ def fail_vanished(tx: Transaction, job_id: str) -> None:
 
 
 def with_vanished(store: Store, read: Callable[[Transaction], T], jobs_of: Callable[[T], Sequence[str]]) -> T:
-    """Return the result of `read`, after marking training runs with expired leases in its jobs (`jobs_of`) as failed.
+    """Return the result of `read`, after marking its jobs' training runs with expired leases as failed (`jobs_of`).
 
     This ensures that a training run whose launcher has died is not shown as running. A read-only database is not
     changed.
@@ -148,10 +148,11 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
 
 
 def _of_job(spec: wire.JobSpec, configuration: wire.Configuration) -> wire.Configuration:
-    """Return the configuration, completed with one of the job's instance types and a value for each option.
+    """Return the configuration, after adding a missing instance type and missing option values.
 
-    Agents that create runs cannot see the names of instance types, so a missing type becomes the job's only type, or
-    the only one with the same number of ranks per node. A missing option gets its first value. Raises InvalidInput.
+    Agents that create runs do not know the names of instance types, so a missing type is replaced by the job's only
+    type, or the only type with the same number of ranks per node. A missing option is set to its first value. Raises
+    InvalidInput.
     """
     try:
         configuration = replace(configuration, options=options.complete(spec.options, configuration.options))
@@ -227,7 +228,7 @@ def _continued_run(tx: Transaction, job_id: str, request: wire.RunCreate) -> Run
 
 
 def get(store: Store, principal: Principal, run_id: str) -> wire.Run:
-    """Return a run, with what its first rank reported about the script and the host."""
+    """Return a run with the facts that its first rank reported about the script and the host."""
 
     def read(tx: Transaction) -> tuple[RunRecord, wire.HostFacts | None]:
         run = visible_run(tx, principal, run_id)
@@ -275,8 +276,8 @@ def patch(
 ) -> wire.Run:
     """Change a run's state. The launcher and the agent may both report the same final state.
 
-    lease: the number of the lease under which the sender works, if known. Raises Conflict if another holder has the
-    run, the transition is invalid, or the lease has expired.
+    lease: the number of the sender's lease, if known. Raises Conflict if another holder has the run, the transition is
+    invalid, or the lease has expired.
     """
     with store.transaction() as tx:
         job = tx.jobs.lock(visible_run(tx, principal, run_id).job_id)
@@ -295,7 +296,7 @@ def patch(
 
 
 def output(store: Store, principal: Principal, run_id: str) -> str | None:
-    """Return the end of the run's output, or None if no output was sent. Raises NotFound."""
+    """Return the last part of the run's output, or None if no output was sent. Raises NotFound."""
     with store.reading() as tx:
         return tx.runs.output(visible_run(tx, principal, run_id).key)
 
@@ -354,7 +355,7 @@ def _patched(tx: Transaction, run_id: str, request: wire.RunPatch) -> RunRecord:
 
 
 def _repeats(run: RunRecord, state: RunState) -> bool:
-    """Return True if a report only repeats an earlier one, since the launcher and the agent may both report the end."""
+    """Return True if a report only repeats an earlier report: launcher and agent may both report the end of a run."""
     mismatch = run.kind == "profile" and run.configuration_mismatch is not None
     refused = mismatch or run.end_cause == "no_samples"
     reported = "succeeded" if refused and run.state == "failed" else run.state

@@ -25,14 +25,14 @@ _CURSOR: Final = re.compile(r"(\d{1,18})-(\d{1,18})", re.ASCII)
 
 
 class SampleIngest:
-    """Stores batches of samples, and passes samples of training runs on to the monitoring."""
+    """Stores batches of samples, and passes the samples of training runs on to `monitoring`."""
 
     def __init__(self, store: Store, runs: KnownRuns) -> None:
         self._store = store
         self._runs = runs
 
     def store(self, principal: Principal, run_id: str, batch: SampleBatch, lease: int | None = None) -> SamplesAccepted:
-        """Store and commit a batch of samples; the result says whether the run may stop. Resent rows are duplicates.
+        """Store and commit a batch of samples; the result states whether the run may stop. Resent rows are duplicates.
 
         Raises NotFound, Conflict if `lease` is not the run's current lease, and InvalidInput for a rank that exceeds
         both the run's world size and the world size that its process observed.
@@ -65,7 +65,7 @@ class SampleIngest:
 
 
 class SampleQuery(SampleFilter):
-    """A request for one page of the samples that match a filter."""
+    """A query for one page of the samples that match a filter."""
 
     cursor: str | None = Field(
         None,
@@ -95,9 +95,10 @@ def _parsed(cursor: str) -> SampleCursor:
 
 
 def _stop_advice(tx: Transaction, run: RunRecord) -> tuple[bool, str | None]:
-    """Return whether a sender other than the agent should end the run, and why; refresh a profiling run's summary.
+    """Return advice on whether the sender should end the run, with a reason; refresh a profiling run's summary.
 
-    The agent decides itself when to stop (`Profiling.ends`), so it only uses whether the run has ended.
+    The agent uses this advice only to detect that the run has ended, since it decides for itself when to stop
+    (`Profiling.ends`).
     """
     if run.state == "cancelled":
         return True, "The run was cancelled."

@@ -16,7 +16,7 @@ _DEFAULT_S_MIN = 1e-3  # the agent's default
 
 
 def current(store: Store, principal: Principal, job_id: str, policy: wire.ScalingPolicy) -> wire.ScalingThresholds:
-    """Return the gradient-scaling values that users have set for a policy; version 1 means that none were set."""
+    """Return the gradient-scaling values that users have set for a policy; version 1 means that no values were set."""
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
         return _read(tx, job_id, policy)
@@ -59,7 +59,7 @@ def _read(tx: Transaction, job_id: str, policy: wire.ScalingPolicy) -> wire.Scal
 
 
 def _refuse_crossed(numbers: wire.ScalingThresholds) -> None:
-    """Raise InvalidInput if the lower bound exceeds the upper bound; bounds set in a script are not known here."""
+    """Raise InvalidInput if the lower bound exceeds the upper bound; bounds in the script cannot be checked here."""
     s_min = _DEFAULT_S_MIN if numbers.s_min is None else numbers.s_min
     s_max = math.inf if numbers.s_max is None else numbers.s_max
     if s_max < s_min:

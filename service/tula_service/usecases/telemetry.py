@@ -1,4 +1,4 @@
-"""Stores runs' telemetry in chunks, ignoring resent chunks, and reads single columns, downsampled."""
+"""Stores runs' telemetry in chunks, ignoring resent chunks, and reads and downsamples single columns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OF_QUALITY = ("validation_accuracy", "accuracy", "loss")
 _MOST_NAMED: Final = 20
 """Maximum number of columns that an error message or a response names."""
 _MOST_STEPS_COMPARED: Final = 5_000_000
-"""Maximum number of steps that a comparison reads; decompressing that many takes about half a second."""
+"""Maximum number of steps that a comparison reads, for which decompression takes about half a second."""
 
 
 class TelemetryIngest:
@@ -39,7 +39,7 @@ class TelemetryIngest:
     def store(
         self, principal: Principal, run_id: str, chunk: TelemetryChunk, lease: int | None = None
     ) -> TelemetryAccepted:
-        """Store a chunk of telemetry once, without columns that have invalid names or exceed the run's limit.
+        """Store a chunk of telemetry once, omitting columns whose names are invalid or that exceed the run's limit.
 
         Raises NotFound, StoreUnavailable, and Conflict if `lease` is not the run's current lease.
         """
@@ -144,8 +144,8 @@ def compare(
     """Return the column's name, the names of all columns that rank 0 of these runs reported, and the series by run id.
 
     If `column` is None, it is the first of validation accuracy, accuracy, loss or any other column that a run reported.
-    A long series is replaced by its trend. If the series have more than 5 million steps in total, only the first runs
-    in the given order are read. Raises NotFound.
+    A long series is replaced by its trend. If all series together exceed 5 million steps, only the first runs in the
+    given order are read. Raises NotFound.
     """
     series: dict[str, TelemetrySeries] = {}
     chosen: list[str] = []
