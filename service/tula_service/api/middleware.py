@@ -140,8 +140,7 @@ class RequestMiddleware:
                 await self._app(scope, receive, send)
 
     async def _sender(self, request: Request) -> str:
-        """Return the sender against whose limits the request is counted. Raises Unauthenticated or Busy like
-        `admit`."""
+        """Return the sender against whose limits the request is counted. Raises Unauthenticated or Busy."""
         try:
             if not is_open(request.method, request.scope["path"]):
                 return (await admit(request)).sender
