@@ -336,7 +336,7 @@ def test_runs_that_fit_as_well_and_validate_worse_at_a_larger_batch_get_a_senten
     trained(256, 0.5, 0.60)  # lacks steps: its loss is high, too
     assert "regularisation" not in browser.page(f"/jobs/{job_id}/quality")
     trained(512, 0.09, 0.66)
-    assert "validation is 5.0 points worse: what is missing is regularisation" in browser.page(
+    assert "validation is 5.0 points worse: the larger batch lacks regularisation" in browser.page(
         f"/jobs/{job_id}/quality"
     )
 
