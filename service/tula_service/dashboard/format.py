@@ -26,7 +26,7 @@ def tone(error: float | None) -> str:
 
 
 def tone_against(value: float, other: float) -> str:
-    """Return the CSS class for a value compared with another value, where smaller values are better."""
+    """Return the CSS class for the comparison of a value with another value; smaller values are better."""
     return "good" if value < 0.9995 * other else "bad" if value > 1.0005 * other else ""
 
 
@@ -56,7 +56,7 @@ def against(value: float, other: float) -> str:
 
 
 def _minus(number: str) -> str:
-    """Return the number with a minus sign instead of a hyphen, which screen readers would read incorrectly."""
+    """Return the number as text with a minus sign, since screen readers read a hyphen incorrectly."""
     return number.replace("-", "−")
 
 

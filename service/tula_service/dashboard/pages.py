@@ -286,7 +286,7 @@ def run_page(run_id: str, user: CurrentUser) -> HTMLResponse:
 
 
 def _seen(machine: HostFacts | None) -> list[str]:
-    """Return a script's observed behaviour, described in the same words as its options."""
+    """Return a script's observed behaviour, described with the same terms as its options."""
     if machine is None:
         return []
     switches = {"compile": machine.compiled, "checkpointing": machine.checkpointing}
@@ -325,7 +325,7 @@ class Comparison(NamedTuple):
 def compare_runs(
     user: User, job_id: str, column: str | None, *, trend: int, cursor: str | None, only: Collection[str] = ()
 ) -> Comparison:
-    """Return those of the newest 200 training runs, or of the 200 runs before `cursor`, that reported `column`.
+    """Return the training runs that reported `column`, among the newest 200 or the 200 before `cursor`.
 
     If `column` is None, `compare` chooses one. `only` contains the ids of the runs to compare; if it is empty, all are
     compared. The more runs there are, the fewer points each has.

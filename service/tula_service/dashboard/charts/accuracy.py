@@ -35,7 +35,7 @@ def accuracy(job: Job, ledger: Ledger, trainings: Sequence[Run] = ()) -> Spec:
 
 
 def accuracy_of_all(entries: Sequence[tuple[str, LedgerEntry]]) -> Spec:
-    """Return a chart like `accuracy` for the ledger entries of all jobs, each of which is given with a name."""
+    """Return a chart like that of `accuracy` for the ledger entries of all jobs; each entry is paired with a name."""
     title = "All jobs: predicted against measured"
     named_rows = [(name, row) for name, entry in entries if (row := _entry_row(entry)) is not None]
     rows = [row | {"configuration": f"{name}: {row['configuration']}"} for name, row in named_rows]

@@ -317,7 +317,7 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
 def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
     """Return a chart of the predicted step time of candidates, stacked by part.
 
-    Named candidates come first, then the rest of the frontier, then the fastest of all others.
+    Named candidates come first, then the rest of the frontier, then the fastest remaining candidates.
     """
     title = f"{job.name}: parts of the step time"
     drawn = [candidate for candidate in _interesting(recommendation) if candidate.terms is not None]

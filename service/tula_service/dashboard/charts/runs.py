@@ -221,8 +221,7 @@ class QualityRun(NamedTuple):
 def quality_chart(job: Job, runs: Sequence[QualityRun], *, logarithmic: bool = False, over: Over = "epoch") -> Spec:
     """Return a chart of one column of several runs over epochs or steps, with a colour per method (or per run).
 
-    If the configurations of the runs differ, the legend also names them, since the runs then differ not only in their
-    methods.
+    If the configurations of the runs differ, the legend also shows the configurations.
     """
     title = f"{job.name}: training runs"
     drawn = [run for run in runs if _values(run.series)]

@@ -215,7 +215,7 @@ def finish(chart: Spec, title: str, subtitle: str, datasets: Mapping[str, Sequen
 
 
 def message(title: str, sentence: str) -> Spec:
-    """Return a specification that shows a sentence instead of a chart that has no data."""
+    """Return a specification that displays a sentence in place of a chart without data."""
     text = layer("message", "text", {"text": field("sentence")}, fontSize=15, lineBreak="\n", color=FAINT)
     spec = finish({**text, "width": WIDTH, "height": 120}, title, "", {"message": [{"sentence": sentence}]})
     return spec | {"usermeta": {"empty": True, "message": sentence}}
