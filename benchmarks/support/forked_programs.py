@@ -55,7 +55,7 @@ sys.exit(status)
 
 
 def programs(forks: ForkServer, words_of: Mapping[str, Sequence[str]], *, spawns: str | None = None) -> Path:
-    """Create a folder with a program for each name in `words_of`; each program lets `forks` fork `python WORDS...`.
+    """Create a folder with a program for each name in `words_of`; each program asks `forks` to fork `python WORDS...`.
 
     `spawns` is the name of the program that multiprocessing starts in these processes instead of the interpreter.
     Returns the folder.

@@ -31,7 +31,7 @@ class OtelMetrics:
                 histogram.record(value, attributes)
 
     def _found(self) -> list[Any]:
-        """Return the histograms, or an empty list until the process has set a meter provider of the SDK."""
+        """Return the histograms, or an empty list if the process has not yet set a meter provider from the SDK."""
         api, sdk = sys.modules.get("opentelemetry.metrics"), sys.modules.get("opentelemetry.sdk.metrics")
         if self._histograms is None and api is not None and sdk is not None:
             provider = api.get_meter_provider()

@@ -276,7 +276,7 @@ def agree(one: wire.FabricProbe, other: wire.FabricProbe) -> bool:
 def build_probe(
     measured: wire.AllReduces, configuration: wire.Configuration, cluster: wire.ClusterSpec
 ) -> wire.FabricProbe | None:
-    """Return the all-reduces that a run measured as a probe of its cluster, or None if the number of ranks differs.
+    """Return a run's all-reduces as a probe of the cluster; None if their ranks are not the configuration's.
 
     The number of nodes comes from the configuration, as for the run's samples. The measurements within a node are used
     only if the ranks reported the same nodes.

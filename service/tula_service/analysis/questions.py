@@ -204,7 +204,7 @@ def _select_options(spec: wire.JobSpec, question: WhatIf, recommended: Options) 
     for text in question.option:
         name, equals, value = text.partition("=")
         if not equals:
-            raise InvalidInput(f"{text!r} is not the value of an option: write name=value.", field="option")
+            raise InvalidInput(f"{text!r} is not a valid option: write it as name=value.", field="option")
         asked[name] = value
     try:
         return complete(spec.options, tuple((dict(recommended) | asked).items()))

@@ -1,18 +1,19 @@
 """Decides which global batches keep the base batch's accuracy, using bounds on the number of steps and on the noise.
 
-S(B) = floor(E D / B) is the number of steps of the whole training, b is the base batch, and N the gradient noise scale.
-A batch B is allowed if
+S(B) = floor(E D / B) is the number of steps in the whole training run, b is the base batch, and N is the gradient noise
+scale. A batch B is allowed if
 
     B <= b,   or   S(B) >= S0  and  ( B <= k (N + 2 b)   if N is known,
                                       S(B) >= q B / b    if N is not known,
                                       or S(B) >= 5,000   in either case )
 
 In 271 training runs of five small networks, the number of steps predicted a loss of more than one accuracy point far
-better than the noise scale did. None of 13 pairs of network and epochs lost more than one point with these constants,
-but 12 did without them. The constants depend on the rule that scales the training steps. Of the networks that were not
-used to choose the constants, one lost 2.3 ± 1.1 points. `docs/gradient-scaling.md` has the details. Long training runs
-can keep the accuracy far beyond the noise scale: ResNet-50 on ImageNet keeps it at 8,192 examples and 14,000 steps
-(Goyal et al. 2017). For long runs, a batch beyond the noise scale therefore only causes a warning.
+better than the noise scale did. Of 13 combinations of a network and a number of epochs, none lost more than one point
+with these bounds; without them, 12 did. The constants depend on the rule that scales the training steps. Of the
+networks that were not used to choose the constants, one lost 2.3 ± 1.1 points. `docs/gradient-scaling.md` has the
+details. Long training runs can keep the accuracy far beyond the noise scale: ResNet-50 on ImageNet keeps it at 8,192
+examples and 14,000 steps (Goyal et al. 2017). For long runs, a batch beyond the noise scale therefore only causes a
+warning.
 """
 
 from __future__ import annotations

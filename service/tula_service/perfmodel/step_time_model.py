@@ -188,7 +188,7 @@ class StepTimeModel:
         return posterior
 
     def _input_wait(self, variant: Variant) -> InputWait:
-        """Return a variant's waits; if none were measured, scale the nearest variant's waits to its loader."""
+        """Return a variant's waits or, if none were measured, the nearest variant's, adapted to its own loader."""
         start = nearest_for_waits(variant, self.input_waits)
         if start is None:
             return NO_WAIT
