@@ -178,7 +178,7 @@ def test_a_what_if_asks_for_options_and_takes_the_recommended_ones_otherwise(clu
     assert asked() == {BASE}
     assert asked(option=["precision=bf16"]) == {(("compile", "off"), ("precision", "bf16"))}
     for wrong, sentence in (
-        ("precision", "write name=value"),
+        ("precision", "write it as name=value"),
         ("precision=fp8", "use fp32, bf16"),
         ("x=1", "no option"),
     ):

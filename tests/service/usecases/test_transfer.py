@@ -117,7 +117,7 @@ def first_guess(wanted: wire.JobSpec, *earlier: tuple[dict[str, Any], StepTimePr
 def test_an_earlier_job_of_which_less_is_known_corrects_less() -> None:
     wanted = asked("new", "V100")
     alone = first_guess(wanted).mean[0]
-    loose = replace(LEARNT, sd=LEARNT.sd + 1.0)
+    loose = replace(LEARNT, sd=LEARNT.sd + 1.0, covariance=None)
     sure, guessed, open_ = (
         abs(first_guess(wanted, earlier).mean[0] - alone)
         for earlier in ((KNOWN, LEARNT), (GUESSED, LEARNT), (KNOWN, loose))
