@@ -7,12 +7,13 @@ missing. Links with a delay also need the netem queue, which not every kernel ha
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from types import TracebackType
+
+from benchmarks.support.fork_server import set_namespace
 
 _CLONE_NEWNET = 0x40000000
 _BURST_KB = 32
@@ -166,8 +167,7 @@ class Cluster:
 def enter(namespace: str) -> None:
     """Move this process into a namespace. Raises OSError if it cannot enter the namespace."""
     with open(f"/var/run/netns/{namespace}") as file:  # noqa: PTH123
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+        set_namespace(file.fileno(), _CLONE_NEWNET, f"the network namespace {namespace}")
 
 
 def _rate(mbit_per_s: float) -> list[str]:

@@ -407,6 +407,15 @@ def inherit(paths: Mapping[str, str]) -> None:
         os.close(file)
 
 
+def set_namespace(file: int, kind: int, name: str) -> None:
+    """Move this process into the namespace of an open file, of the given kind (see setns(2)).
+
+    Raises OSError with the name if it cannot enter the namespace.
+    """
+    if ctypes.CDLL(None, use_errno=True).setns(file, kind) != 0:
+        raise OSError(ctypes.get_errno(), f"cannot enter {name}")
+
+
 def enter_namespaces(pid: int) -> None:
     """Continue in a child in the namespaces of process `pid` if they differ from this process's namespaces.
 
@@ -418,14 +427,12 @@ def enter_namespaces(pid: int) -> None:
     files = [os.open(theirs / kind, os.O_RDONLY) for kind in kinds]
     if not files:
         return
-    libc = ctypes.CDLL(None, use_errno=True)
     for file in files:
-        if libc.setns(file, 0) != 0:
-            raise OSError(ctypes.get_errno(), f"cannot enter the namespaces of process {pid}")
+        set_namespace(file, 0, f"the namespaces of process {pid}")
         os.close(file)
     child = os.fork()
     if child == 0:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
         return
     for number in PASSED_ON:

@@ -135,6 +135,12 @@ def test_small_operations_that_take_the_compute_time_to_start_are_launch_bound()
     assert diagnose(steps_of(), HostFacts(operations=1000, launch_time_s=2e-4)).diagnosis == "compute_bound"
 
 
+def test_a_busy_host_that_slows_all_but_a_few_steps_hides_no_launches() -> None:
+    times = [1.0 if step % 7 == 0 else 2.5 for step in range(42)]
+    verdict = diagnose(replace(steps_of(42), step_time_s=times), HostFacts(operations=1000, launch_time_s=8e-4))
+    assert verdict.diagnosis == "launch_bound"
+
+
 def test_memory_is_the_diagnosis_only_where_nothing_is_waited_for() -> None:
     full = MemoryBreakdown("cuda_allocator", 76 * 2**30, reserved_bytes=78 * 2**30, capacity_bytes=80 * 2**30)
     assert diagnose(steps_of(), memory=full).diagnosis == "compute_bound", "a device that is full is used well"

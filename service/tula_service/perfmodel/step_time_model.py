@@ -16,12 +16,7 @@ from tula_service.perfmodel.paper_form import PaperFit, fit_paper_form
 from tula_service.perfmodel.points import FloatArray, ObservationError, PointKey, Points, StepTimeObservations
 from tula_service.perfmodel.priors import Priors, StepTimePrior, generic_prior
 from tula_service.perfmodel.step_time_form import RUN_NOISE
-from tula_service.perfmodel.variants import (
-    believed_effect,
-    nearest_for_waits,
-    start_of_variant,
-    switches,
-)
+from tula_service.perfmodel.variants import believed_effect, nearest_for_waits, start_of_variant, switches
 from tula_wire.configurations import Configuration, Variant
 from tula_wire.enums import Basis, StepTimeForm
 
