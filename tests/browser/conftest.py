@@ -58,6 +58,16 @@ def tab(chromium: Browser) -> Iterator[Page]:
 
 
 @pytest.fixture
+def own(tmp_path: Path) -> Iterator[Server]:
+    """A service for one test, which names it before `visit`: so the page leaves before the service stops.
+
+    A page that refreshes itself would complain of a service that has stopped.
+    """
+    with Server(str(tmp_path / "tula.db")) as running:
+        yield running
+
+
+@pytest.fixture
 def complaints() -> list[str]:
     """What the consoles of visited pages complained of; a test removes what it expects."""
     return []

@@ -113,26 +113,25 @@ def enlarged(page: Page) -> None:
     assert page.evaluate(SIDEWAYS) <= 0
 
 
-def test_every_page_of_an_empty_service_is_designed(visit: Visit, tmp_path: Path) -> None:
-    with Server(str(tmp_path / "tula.db")) as empty:
-        page = visit("/", url=empty.url)
-        expect(page.get_by_role("heading", name="No job yet")).to_be_visible()
-        check(page, "empty-jobs")
-        made = httpx.post(empty.url + routes.JOBS, json=specification(), timeout=60).json()
-        path = routes.JOB_RUNS.format(job_id=made["job"]["id"])
-        body = {"kind": "train", "configuration": {"num_nodes": 1, "local_batch_size": 32}}
-        run = httpx.post(empty.url + path, json=body, timeout=60).json()
-        for name, address in {
-            "job": f"/jobs/{made['job']['id']}",
-            "run": f"/runs/{run['id']}",
-            "admin": "/admin",
-        }.items():
-            page.goto(empty.url + address)
-            draw_all(page)
-            check(page, f"empty-{name}")
-        page.goto(f"{empty.url}/jobs/{made['job']['id']}/quality")
-        expect(page.get_by_role("heading", name="Nothing to compare yet")).to_be_visible()
-        check(page, "empty-quality")
+def test_every_page_of_an_empty_service_is_designed(own: Server, visit: Visit) -> None:
+    page = visit("/", url=own.url)
+    expect(page.get_by_role("heading", name="No job yet")).to_be_visible()
+    check(page, "empty-jobs")
+    made = httpx.post(own.url + routes.JOBS, json=specification(), timeout=60).json()
+    path = routes.JOB_RUNS.format(job_id=made["job"]["id"])
+    body = {"kind": "train", "configuration": {"num_nodes": 1, "local_batch_size": 32}}
+    run = httpx.post(own.url + path, json=body, timeout=60).json()
+    for name, address in {
+        "job": f"/jobs/{made['job']['id']}",
+        "run": f"/runs/{run['id']}",
+        "admin": "/admin",
+    }.items():
+        page.goto(own.url + address)
+        draw_all(page)
+        check(page, f"empty-{name}")
+    page.goto(f"{own.url}/jobs/{made['job']['id']}/quality")
+    expect(page.get_by_role("heading", name="Nothing to compare yet")).to_be_visible()
+    check(page, "empty-quality")
 
 
 @pytest.mark.parametrize("name", ["jobs", "new", "job", "run", "quality", "accuracy", "admin", "login"])
@@ -428,30 +427,29 @@ def test_a_hundred_thousand_steps_are_thinned_before_they_reach_the_page(visit: 
     assert 100 <= int(subtitle[1].replace(",", "")) <= 5_000
 
 
-def test_a_token_is_created_displayed_once_and_revoked(visit: Visit, complaints: list[str], tmp_path: Path) -> None:
-    with Server(str(tmp_path / "tula.db")) as own:
-        page = visit("/admin", url=own.url)
-        page.get_by_label("Name").first.fill("first")
-        page.get_by_label("Scope").select_option("admin")
-        page.get_by_role("button", name="Create a token").click()
-        expect(page.locator("#secret code")).to_contain_text("tula_")
-        secret = page.locator("#secret code").inner_text()
-        page.goto(own.url + "/admin")
-        expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
-        page.get_by_label("Token").fill("tula_wrong")
-        page.get_by_role("button", name="Sign in").click()
-        expect(page.get_by_role("alert")).to_contain_text("unknown")
-        page.get_by_label("Token").fill(secret)
-        page.get_by_role("button", name="Sign in").click()
-        expect(page).to_have_url(own.url + "/admin")
-        assert secret not in page.content()
-        page.get_by_label("Name").first.fill("second")
-        page.get_by_role("button", name="Create a token").click()
-        expect(page.locator("#secret code")).not_to_have_text("")
-        page.reload()
-        page.once("dialog", lambda dialog: dialog.accept())
-        page.get_by_role("button", name="Revoke second").click()
-        expect(page.locator("tr", has_text="second")).to_contain_text("revoked")
+def test_a_token_is_created_displayed_once_and_revoked(own: Server, visit: Visit, complaints: list[str]) -> None:
+    page = visit("/admin", url=own.url)
+    page.get_by_label("Name").first.fill("first")
+    page.get_by_label("Scope").select_option("admin")
+    page.get_by_role("button", name="Create a token").click()
+    expect(page.locator("#secret code")).to_contain_text("tula_")
+    secret = page.locator("#secret code").inner_text()
+    page.goto(own.url + "/admin")
+    expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
+    page.get_by_label("Token").fill("tula_wrong")
+    page.get_by_role("button", name="Sign in").click()
+    expect(page.get_by_role("alert")).to_contain_text("unknown")
+    page.get_by_label("Token").fill(secret)
+    page.get_by_role("button", name="Sign in").click()
+    expect(page).to_have_url(own.url + "/admin")
+    assert secret not in page.content()
+    page.get_by_label("Name").first.fill("second")
+    page.get_by_role("button", name="Create a token").click()
+    expect(page.locator("#secret code")).not_to_have_text("")
+    page.reload()
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Revoke second").click()
+    expect(page.locator("tr", has_text="second")).to_contain_text("revoked")
     assert complaints == ["Failed to load resource: the server responded with a status of 401 (Unauthorized)"]
     complaints.clear()
 

@@ -203,11 +203,16 @@ def test_a_log_is_followed_line_by_line_without_those_of_other_ranks(tmp_path: P
 
 RANK = """
 import os, sys, time
+from pathlib import Path
 rank = os.environ["RANK"]
 print("out of", rank)
 print("err of", rank, file=sys.stderr)
+written = Path(sys.argv[1])
 if rank == "1":
+    while not written.exists():  # torchrun ends rank 0 as soon as this rank fails
+        time.sleep(0.01)
     raise RuntimeError("CUDA out of memory")
+written.touch()
 time.sleep(600)
 """
 
@@ -217,7 +222,7 @@ def test_torchrun_marks_the_lines_of_other_ranks_and_keeps_them_by_rank(tmp_path
     (tmp_path / "rank.py").write_text(RANK)
     log, folder = tmp_path / "log", tmp_path / "ranks"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, str(tmp_path / "rank.py")]
+    command = [*torchrun, str(tmp_path / "rank.py"), str(tmp_path / "written")]
     process = start(command, environment=command_environment(os.environ, {}, command, rank_logs=folder), log=log)
     wait_until(lambda: process.poll() is not None, within_s=100)
     lines = tail(log)
