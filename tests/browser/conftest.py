@@ -58,10 +58,11 @@ def tab(chromium: Browser) -> Iterator[Page]:
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Iterator[Server]:
-    """A service for one test, which names it before `visit`: so the page leaves before the service stops.
+def empty_service(tmp_path: Path) -> Iterator[Server]:
+    """Start a service on an empty database for one test.
 
-    A page that refreshes itself would complain of a service that has stopped.
+    A test requests this fixture before `visit`. Then pytest closes the pages before it stops the service; a page that
+    is still open would request parts of itself and report that the service refuses the connection.
     """
     with Server(str(tmp_path / "tula.db")) as running:
         yield running

@@ -113,23 +113,23 @@ def enlarged(page: Page) -> None:
     assert page.evaluate(SIDEWAYS) <= 0
 
 
-def test_every_page_of_an_empty_service_is_designed(own: Server, visit: Visit) -> None:
-    page = visit("/", url=own.url)
+def test_every_page_of_an_empty_service_is_designed(empty_service: Server, visit: Visit) -> None:
+    page = visit("/", url=empty_service.url)
     expect(page.get_by_role("heading", name="No job yet")).to_be_visible()
     check(page, "empty-jobs")
-    made = httpx.post(own.url + routes.JOBS, json=specification(), timeout=60).json()
+    made = httpx.post(empty_service.url + routes.JOBS, json=specification(), timeout=60).json()
     path = routes.JOB_RUNS.format(job_id=made["job"]["id"])
     body = {"kind": "train", "configuration": {"num_nodes": 1, "local_batch_size": 32}}
-    run = httpx.post(own.url + path, json=body, timeout=60).json()
+    run = httpx.post(empty_service.url + path, json=body, timeout=60).json()
     for name, address in {
         "job": f"/jobs/{made['job']['id']}",
         "run": f"/runs/{run['id']}",
         "admin": "/admin",
     }.items():
-        page.goto(own.url + address)
+        page.goto(empty_service.url + address)
         draw_all(page)
         check(page, f"empty-{name}")
-    page.goto(f"{own.url}/jobs/{made['job']['id']}/quality")
+    page.goto(f"{empty_service.url}/jobs/{made['job']['id']}/quality")
     expect(page.get_by_role("heading", name="Nothing to compare yet")).to_be_visible()
     check(page, "empty-quality")
 
@@ -427,21 +427,23 @@ def test_a_hundred_thousand_steps_are_thinned_before_they_reach_the_page(visit: 
     assert 100 <= int(subtitle[1].replace(",", "")) <= 5_000
 
 
-def test_a_token_is_created_displayed_once_and_revoked(own: Server, visit: Visit, complaints: list[str]) -> None:
-    page = visit("/admin", url=own.url)
+def test_a_token_is_created_displayed_once_and_revoked(
+    empty_service: Server, visit: Visit, complaints: list[str]
+) -> None:
+    page = visit("/admin", url=empty_service.url)
     page.get_by_label("Name").first.fill("first")
     page.get_by_label("Scope").select_option("admin")
     page.get_by_role("button", name="Create a token").click()
     expect(page.locator("#secret code")).to_contain_text("tula_")
     secret = page.locator("#secret code").inner_text()
-    page.goto(own.url + "/admin")
+    page.goto(empty_service.url + "/admin")
     expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
     page.get_by_label("Token").fill("tula_wrong")
     page.get_by_role("button", name="Sign in").click()
     expect(page.get_by_role("alert")).to_contain_text("unknown")
     page.get_by_label("Token").fill(secret)
     page.get_by_role("button", name="Sign in").click()
-    expect(page).to_have_url(own.url + "/admin")
+    expect(page).to_have_url(empty_service.url + "/admin")
     assert secret not in page.content()
     page.get_by_label("Name").first.fill("second")
     page.get_by_role("button", name="Create a token").click()
