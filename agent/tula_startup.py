@@ -1,10 +1,11 @@
-"""Start-up hook that measures a launched script if it does not import the agent; it works with any launcher.
+"""Installs a start-up hook that measures a launched script if the script does not import the agent.
 
 `tula.pth`, which is installed next to the packages, makes Python import this module at start-up if TULA_RUN_ID or
-TULA_JOB is in the environment; otherwise, the file costs only two look-ups. The hook does nothing until torch is
-imported and an optimizer has stepped, and it ignores the steps of a script that imports `tula_agent`. This module is
-therefore outside that package. If the script imports accelerate, the hook also records when accelerate lowers the batch
-size after an out-of-memory error, since the steps do not show the cause. The hook never raises.
+TULA_JOB is in the environment, whatever the launcher; otherwise, the file costs only two look-ups. The hook does
+nothing until torch is imported and an optimizer has stepped, and it ignores the steps of a script that imports
+`tula_agent`. This module is therefore outside that package. If the script imports accelerate, the hook also records
+when accelerate lowers the batch size after an out-of-memory error, since the steps do not show the cause. The hook
+raises only `SystemExit`, to end a profiling run.
 
 Lightning's Trainers load their callback from an entry point, `lightning_callbacks`, in every process. The callback
 imports the agent, so the hook then ignores the optimizer's steps.

@@ -1,8 +1,9 @@
-"""The training job of `benchmarks.cluster`: real DDP over gloo between namespaces, with simulated compute.
+"""Runs the training job of `benchmarks.cluster`: DDP over gloo between network namespaces, with simulated compute.
 
 The job is started once per run and forks one rank per node; each rank enters its node's namespace. The network's
 parameters are real and their gradients cross the links. Compute is simulated by waiting, so that eight nodes do not
-compete for the cores of one machine. The time to wait grows with the batch, down to a minimum for small batches.
+compete for the cores of one machine. The waiting time grows with the batch, and does not fall below a minimum for small
+batches.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def device_time_s(local_batch_size: int) -> float:
 
 
 class Wait(torch.autograd.Function):
-    """A layer whose forward and backward passes take a given time and whose gradient has the size of its parameters."""
+    """A layer whose forward and backward passes wait for a given time; its gradient has the size of its parameters."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:

@@ -30,7 +30,7 @@ SEED = 3
 
 
 def count(timm: ModuleType, network: str) -> MemoryEstimate | None:
-    """Return the estimate for training `network`, or None if timm has no such network or counting takes too long."""
+    """Return the memory estimate for `network`, or None if timm has no such network or counting takes too long."""
     if not timm.is_model(network):
         return None
     model = timm.create_model(network)

@@ -2,7 +2,7 @@
 
 This clock is independent of the agent. Other work on the machine makes two runs of a script differ, but the agent's
 measurements and this clock cover the same steps of one run. If there are several optimizers (a GAN has two, and ZeRO
-has one within another), the last optimizer ends a step.
+has one within another), a step ends when the last optimizer has taken its step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _write() -> None:
 
 
 def _scaled(scaler: torch.amp.GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Record the end of a skipped step, too, unless no step has been taken yet; the agent does the same."""
+    """Record the end of a step that the scaler skips, except before the first real step; the agent does the same."""
     steps = len(_ended_at_s.get(id(optimizer), ()))
     result = _scaler_step(scaler, optimizer, *args, **kwargs)
     if steps and len(_ended_at_s[id(optimizer)]) == steps:

@@ -118,7 +118,7 @@ def hours(run: Run) -> float:
 
 
 def launches(runs: list[Run]) -> int:
-    """Return the number of launches; runs that differ only in the batch share one."""
+    """Return the number of launches; runs that differ only in the batch share a launch."""
     return len({(run.configuration.num_nodes, run.configuration.options) for run in runs})
 
 

@@ -5,12 +5,13 @@ python -m benchmarks.agent_overhead [--pairs N] [--smoke] [--json OUT]
 Two processes do the same fixed work on 161 tensors with 25.6 million parameters in total; one process has the agent,
 which reports to a real HTTP server. The processes take turns of a few steps on the same machine, and each is stopped
 (SIGSTOP) while the other runs. `step.overhead` is the difference between the median step times of a pair of turns, as
-the median over pairs, plus the cost of the gradient norms per step. Norms are computed in pairs. The pairs are too rare
-to affect a median, and the measured steps may not contain one, so the cost of the norms is the time of a pair divided
-by the number of steps from one pair to the next. The interval is a bootstrap over pairs of turns. The shipping thread
-sends at fixed times, even if its process was stopped in between, so its CPU time is measured in two long turns: in the
-first 30 s of the run, when it sends every second (`agent.thread_begin_us_per_step`), and afterwards, when it sends
-every ten seconds (`agent.thread_us_per_step`).
+the median over pairs of turns, plus the cost of the gradient norms per step. The agent computes norms at two
+consecutive steps, and then not again for many steps. These steps are too rare to affect a median, and the measured
+steps do not always include them. Therefore the cost of the norms is the time of two computations divided by the number
+of steps until the next two. The interval is a bootstrap over pairs of turns. The shipping thread sends at fixed times,
+even if its process was stopped in between, so its CPU time is measured in two long turns: in the first 30 s of the run,
+when it sends every second (`agent.thread_begin_us_per_step`), and afterwards, when it sends every ten seconds
+(`agent.thread_us_per_step`).
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class Agent:
         self._sent_bytes = 0
 
     def _noting_interval(self, read: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the gradient reader's `read` to record the number of steps between pairs, set at the end of a pair."""
+        """Wrap the gradient reader's `read` to record the number of steps from one pair of norms to the next."""
 
         def noting(step: int, *rest: Any) -> Any:
             values = read(step, *rest)
@@ -159,9 +160,9 @@ class Agent:
 def child(turns: Connection, environment: dict[str, str], parameters: int) -> None:
     """Run as one of the two processes: take the requested steps, and send the time of each step in seconds.
 
-    The first number received is the number of rounds in a step (0: as many as take STEP_S). Each further number is the
-    number of steps to take; 0 ends the process. After a negative number of steps, the process sends the CPU time that
-    the shipping thread used during these steps, in seconds.
+    The first number received is the number of rounds in a step, or 0 for as many rounds as take STEP_S seconds. Each
+    further number is the number of steps to take; 0 ends the process. After a negative number of steps, the process
+    sends the CPU time that the shipping thread used during these steps, in seconds.
     """
     os.environ.clear()
     os.environ.update(environment)
@@ -255,11 +256,10 @@ def measure(
     long: tuple[int, int] = (BEGIN_STEPS, LONG_STEPS),
     parameters: int = PARAMETERS,
 ) -> dict[str, float]:
-    """Measure all figures that the module's docstring describes, with `rounds` rounds of work per step (0: as many as
-    take STEP_S).
+    """Measure all figures that the module's docstring describes, and return them by key.
 
-    `long` contains the numbers of steps in the two long turns, and `parameters` is the number of the model's
-    parameters.
+    A step consists of `rounds` rounds of work (0: as many as take STEP_S seconds). `long` contains the numbers of steps
+    in the two long turns, and `parameters` is the number of the model's parameters.
     """
     with tempfile.TemporaryDirectory() as spool, Sink() as server:
         reporting = {"TULA_URL": server.url, "TULA_RUN_ID": "bench", "TULA_SPOOL_DIR": spool}

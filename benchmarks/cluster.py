@@ -3,7 +3,7 @@
     python -m benchmarks.cluster [--smoke] [--json OUT]        (root, iproute2)
 
 The benchmark tunes over N = 2, 4, 8 nodes and five batches with adaptive and with partial search. Before and after
-these searches, a full search without early ends measures every candidate. The smaller of the two measured times is
+these searches, a full search without early stopping measures every candidate. The smaller of the two measured times is
 taken as the true step time, because other work on the machine can only slow a step; the difference between the two
 times is the uncertainty. Each search has a separate project, so that it cannot use the results of the others. For each
 search, the benchmark prints the median error of predicted step times over the candidates that the search did not
@@ -92,11 +92,12 @@ DIGITS_COMMAND = [
 
 @dataclass(frozen=True)
 class Size:
-    """The size of the benchmark: N = 2, 4, ... `max_nodes`, b = 8, 16, ... `max_batch`; `steady_steps` at full speed.
+    """The size of the benchmark; candidates have 2, 4, ... `max_nodes` nodes and batches of 8, 16, ... `max_batch`.
 
-    `max_runs` limits the runs of the compared searches; by default, the service's limit applies. With `full`, every
-    candidate is measured before and after the searches. Otherwise, there are only two candidates, and the partial
-    search, which measures both, provides the true step times.
+    `steady_steps` is the number of steps before the links slow down. `max_runs` limits the runs of the compared
+    searches; by default, the service's limit applies. With `full`, every candidate is measured before and after the
+    searches. Otherwise, there are only two candidates, and the partial search, which measures both, provides the true
+    step times.
     """
 
     max_nodes: int = 8
@@ -360,7 +361,7 @@ class Bench:
     def work(
         self, project: str, command: list[str], space: str, budget: int, again: Sequence[tuple[int, int]] = ()
     ) -> dict[str, Any]:
-        """Act as `tula tune` does, with shared launches or with one launch for each of `again`; return the output."""
+        """Act as `tula tune` does, with shared launches or with a launch for each run in `again`; return the output."""
         client, environment = self.project(project)
         folder = self.folder / project
         configurations = tuple(Configuration(num_nodes=nodes, local_batch_size=batch) for nodes, batch in again)
@@ -448,7 +449,7 @@ def show_progress(search: str, client: Client, tuning: subprocess.Popen[bytes]) 
 
 @contextlib.contextmanager
 def served(cluster: Cluster) -> Iterator[tuple[Client, dict[str, str]]]:
-    """Run a service at the cluster's host address; yield an administrator's client and the environment of commands."""
+    """Run a service at the cluster's host address; yield an administrator's client and the commands' environment."""
     with tempfile.TemporaryDirectory() as folder:
         database = f"{folder}/tula.db"
         migrate(database)
@@ -484,7 +485,7 @@ def _step_times(tuned: dict[str, Any]) -> dict[tuple[int, int], float]:
 
 
 def _total_s(key: tuple[int, int], step_time_s: dict[tuple[int, int], float]) -> float:
-    """Return the total time by equation 4a, T = E D / B t."""
+    """Return the total time by equation 4a, T = (E D / B) t."""
     return EPOCHS * DATASET / (key[0] * key[1]) * step_time_s[key]
 
 
@@ -499,7 +500,7 @@ def _node_seconds(tuned: dict[str, Any]) -> float:
 
 
 def _launch_node_seconds(tuned: dict[str, Any]) -> float:
-    """Return the node-seconds of the launches, if each cluster has had one launch whose runs overlap in time."""
+    """Return the node-seconds of the launches, assuming that all runs on a cluster size share one launch."""
     spans = _spans(tuned)
     total = 0.0
     for nodes in {count for count, _, _ in spans}:

@@ -1,4 +1,4 @@
-"""Measures the accuracy of step times without an edit of the script, and the time to a first recommendation.
+"""Measures the accuracy of step times without any edit of the script, and the time to a first recommendation.
 
     python -m benchmarks.ease [--fresh] [--rounds 3] [--json OUT] [--smoke]
 
@@ -6,15 +6,15 @@ Each script of tests/e2e/scripts/unedited trains with two ranks on this machine,
 with the lines of docs/embed.md added to the script. Two runs of a script differ by up to a third on a shared machine.
 Therefore one more line in both variants imports a clock that records when each optimizer step ends
 (benchmarks/_step_clock.py), and each measured step time is divided by the clock's time of the same step. Keys:
-`no_edit.scripts_measured` is the number of the fourteen scripts that were measured with their own batch, accumulation
-and world size. `no_edit.<script>.step_time_error` is the relative difference of this ratio between runs without an edit
-and runs with the agent's lines (0.03: 3 %); each ratio is the median over the steps, and then over the rounds.
-`no_edit.step_time_error.median` and `.max` summarise the errors of all scripts, and `no_edit.across_runs.median` is the
-median error if step times of the two variants are compared directly. `seconds_to_recommendation.digits` is the
-wall-clock time of `tula tune` on examples/digits_ddp.py with the job of examples/demo.py, from the command to its
-recommendation; the service is already running. `--fresh` builds a wheel and measures in a new virtual environment with
-this wheel, its extras `agent` and `service`, and the scripts' frameworks. The smoke run measures only one script, and
-omits `seconds_to_recommendation.digits`.
+`no_edit.scripts_measured` is the number of scripts, out of fourteen, for which the hook measured enough steps and the
+correct batch, accumulation and world size. `no_edit.<script>.step_time_error` is the relative difference of this ratio
+between runs without an edit and runs with the agent's lines (0.03: 3 %); each ratio is the median over the steps, and
+then over the rounds. `no_edit.step_time_error.median` and `.max` summarise the errors of all scripts, and
+`no_edit.across_runs.median` is the median error if step times of the two variants are compared directly.
+`seconds_to_recommendation.digits` is the wall-clock time of `tula tune` on examples/digits_ddp.py with the job of
+examples/demo.py, from the command to its recommendation; the service is already running. `--fresh` builds a wheel and
+measures in a new virtual environment with this wheel, its extras `agent` and `service`, and the scripts' frameworks.
+The smoke run measures only one script, and omits `seconds_to_recommendation.digits`.
 """
 
 from __future__ import annotations
@@ -150,11 +150,11 @@ class Bench:
         return self._measured(name, hook=hook, callback="pl.Trainer(" in script.read_text())
 
     def _measured(self, run_id: str, *, hook: bool, callback: bool) -> Measured:
-        """Compare the agent's steps with the clock's, whose first step begins when the script's first step ends.
+        """Return a run's data; the first step on the clock begins when the script's first step ends.
 
-        The agent's first step begins at the same time if the hook watches the loop, and earlier with the agent's lines
-        or callback. With the agent's lines, a step that a scaler skips is a separate step; without them, it is part of
-        the next step.
+        The agent's first step begins at the same time if the hook watches the loop, and one step earlier with the
+        agent's lines or callback. With the agent's lines, a step that a scaler skips is a separate step; without them,
+        it is part of the next step.
         """
         clock = json.loads((self._folder / f"{run_id}.clock").read_text())
         skipped = set(clock["skipped"]) if hook else set()

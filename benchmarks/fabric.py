@@ -1,13 +1,13 @@
-"""Measures predictions for eight nodes from one rank's timeline and a probe of the links, with DDP between namespaces.
+"""Measures how well one rank's timeline and a probe of the links predict the step time on eight nodes, with real DDP.
 
     python -m benchmarks.fabric [--smoke] [--json OUT]        (root, iproute2)
 
-For each combination of three bandwidths and two network sizes, the benchmark creates a project and performs the
-following steps: a profiling run on one node, whose agent records when each bucket of gradients is ready; a probe
-between two nodes; the service's prediction for eight nodes; a probe of all eight nodes; a second prediction; and a run
-on eight nodes, which measures the true step time. Compute is simulated by waiting (`benchmarks._cluster_job`), and
-ranks have priority over other programs, so that eight ranks on the cores of one machine take as long as ranks on
-separate nodes.
+For each combination of three bandwidths and two network sizes, the benchmark creates a project and profiles one node,
+where the agent records when each bucket of gradients is ready. It probes the link between two nodes, and asks the
+service for a prediction for eight nodes. It then probes all eight nodes, and asks for a second prediction. Finally, a
+run on eight nodes measures the true step time. Compute is simulated by waiting (`benchmarks._cluster_job`), and ranks
+have priority over other programs, so that eight ranks on the cores of one machine take as long as ranks on separate
+nodes.
 
 The keys `from_two.*` and `from_all.*` are the errors of the predictions after the probe of two and of all nodes, as
 `median_error` and `worst` (0.1: 10 %). `added.median_error` is the error of a prediction that adds the compute time and
@@ -44,7 +44,7 @@ RUN_S = 120.0
 
 @dataclass(frozen=True)
 class Size:
-    """The links' bandwidths in Mbit/s, the network sizes in bytes, the number of nodes, and a probe's seconds."""
+    """The bandwidths in Mbit/s, the network sizes in bytes, the number of nodes, and a probe's duration in seconds."""
 
     rates: tuple[float, ...] = (100.0, 200.0, 400.0)
     parameter_bytes: tuple[int, ...] = (2**19, 2**21)

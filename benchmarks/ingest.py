@@ -8,8 +8,8 @@ with the database driver alone, with one commit per chunk, before and after each
 mean of both. `cpu_s_per_million` is the user and system time of the service's processes per million step values; other
 work on the machine affects this time less than it affects rates. `agents` sends the requests of agents, alternately
 samples and telemetry of ten steps; the number of requests per second is the number of agents that can each send one
-request per second. It is measured with one, two and four workers, and with two replicas on one Postgres. `alone` and
-`beside_fits` measure an agent that sends one request after another, without and with four users who constantly ask
+request per second. This case is measured with one, two and four workers, and with two replicas on one Postgres. `alone`
+and `beside_fits` measure an agent that sends one request after another, without and with four users who constantly ask
 what-if questions about 924 candidates (`--only fits` measures only these cases). `--smoke` sends a few requests of
 every case to one worker, which only shows that the benchmark works.
 """
@@ -94,7 +94,7 @@ def telemetry_requests(run_ids: list[str], steps: int) -> list[Request]:
 
 
 def sample_requests(run_ids: list[str], samples: int) -> list[Request]:
-    """Return requests with batches of step samples as JSON, with five measured columns, numbered as a process does."""
+    """Return requests with batches of step samples as JSON, with five measured columns and increasing step numbers."""
     requests = []
     for variant in range(VARIANTS):
         noise = np.random.default_rng(variant)

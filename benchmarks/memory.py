@@ -15,7 +15,7 @@ batch, for a largest batch that is four times as large again.
 The agent counts static memory: parameters, gradients, optimizer state and context. If the table has a column
 `parameters`, static memory is estimated as a multiple of the parameters' bytes plus a constant (the context), which are
 fitted to the lines through the readings of networks of all other families on the device. `memory.uncounted.*` are the
-figures without static memory. Networks whose names begin with the same letters are a family.
+figures without static memory. Networks whose names begin with the same letters form a family.
 
 For `ceiling.*`, the largest reading is taken as the capacity, and the two smallest batches are read. `ceiling.median`
 and `ceiling.worst` are the errors of the batch that is predicted to fit with a probability of 50 %. `ceiling.unsafe` is
@@ -169,7 +169,7 @@ def score(
 
 
 def ceiling(workloads: Sequence[MemoryWorkload], static: Mapping[str, float]) -> dict[str, float]:
-    """Predict the largest batch from the two smallest; return the errors and the rate at which the promise fails."""
+    """Predict the largest batch from readings at the two smallest; return errors, and how often the promise fails."""
     offs, shares = [], []
     for workload in workloads:
         valid = valid_readings(workload)

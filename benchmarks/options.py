@@ -5,8 +5,8 @@
 `--tables` is a folder with dlperf_v100.csv, lambda_tf2021.csv and tf_cnn_2017.csv, which are not in the repository.
 They contain step times of networks on several clusters, with different values of precision, XLA, graph fusion, gradient
 clipping or synthetic data. This project's tables of one H100 contain step times and memory for several batches, with
-different precisions, and with and without checkpointing. A launch of the planner measures up to three batches of a
-cluster and a variant. It returns the table's step times with the noise `--noise` (the standard deviation of their
+different precisions, and with and without checkpointing. A launch of the planner measures one variant on one cluster
+with up to three batches, and returns the table's step times with the noise `--noise` (the standard deviation of their
 logarithm). The recommendation is then evaluated with the table's step times without noise. Only measured configurations
 are candidates, so all candidates fit into memory. All rank-hours have the same price.
 

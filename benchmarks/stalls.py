@@ -45,7 +45,7 @@ HOLDER = "bench"
 
 @dataclass(frozen=True)
 class Scenario:
-    """The irregularities of a scenario; `stall_every` and `evaluate_every` are 0 if they never happen.
+    """The irregularities of a scenario; `stall_every` and `evaluate_every` are 0 without stalls or evaluations.
 
     All times are multiplied by `pace`.
     """

@@ -121,7 +121,7 @@ def profile(
     """Return the configurations that the planner requests, in order; their measurements come from the table.
 
     `runs` is the largest number of runs, or of launches with `share_launches`. All launches are appended to `launches`;
-    a cluster that is launched twice is in it twice.
+    a cluster that is launched twice appears there twice.
     """
     done: list[Placement] = []
     model: StepTimeModel | None = None

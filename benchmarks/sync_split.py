@@ -8,7 +8,7 @@ limited by `tc tbf`; without root and iproute2 they use the loopback, and the ou
 step are measured in the script, on a clock that both processes share (CLOCK_MONOTONIC). The exposed communication is
 the time from the last gradient to the return of backward, on the rank whose last gradient is ready last, because this
 rank does not wait for the other. Compute is the time of the step without the rank's own waiting, in the median over
-ranks. For comparison, the output shows the time in which the link reduces all gradients without any compute.
+ranks. For comparison, the output shows the time of an all-reduce of all gradients over the link without any compute.
 `compute.error` and `exposed_comm.error` are the largest relative errors of the mean over all scenarios.
 """
 
@@ -111,7 +111,7 @@ def build_model(scenario: Scenario, late_s: list[float]) -> Any:
 
 
 def bare_all_reduce(buckets: int) -> float:
-    """Return the median time in seconds in which the link reduces `buckets` buckets while nothing else runs."""
+    """Return the median time in seconds of an all-reduce of `buckets` buckets over the link while nothing else runs."""
     times = []
     for _ in range(9):
         parts = [torch.ones(FLOATS) for _ in range(buckets)]

@@ -1,4 +1,4 @@
-"""MkDocs hooks: list the application's routes and calls on pages, and publish each page as Markdown too.
+"""Defines MkDocs hooks that list the routes and the client's calls on pages, and also publish each page as Markdown.
 
 `python docs/hooks.py` writes the figures of the benchmarks' reports into `docs/paper.md`, and compares the results of
 the experiments on gradient scaling with Table I there.
@@ -73,7 +73,7 @@ FIGURES: tuple[tuple[str, str, str], ...] = (
     ("Memory at the largest batch, predicted from the two smallest: error, 90th percentile", "memory.largest.p90", ""),
     ("Measurements for the default gradient scaling, as a share of a short CPU step", "overhead.fraction", ""),
     ("Turning the updates of matrices, as a share of the same step", "overhead.direction_fraction", ""),
-    ("Refreshing the factors of AGS, as a share of the step with the refresh", "overhead.ags_refresh_fraction", ""),
+    ("Refreshing the factors of AGS, as a share of the same step", "overhead.ags_refresh_fraction", ""),
     ("AGS minus LBT, mean of the cases with a gap (points)", "ags.over_lbt.mean", "+8.8 (12 cases)"),
 )
 """Description of each figure, its key in a report, and the paper's figure."""
@@ -129,9 +129,9 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def measured(root: Path) -> str:
-    """Return a table of the figures in the newest reports, each with its report.
+    """Return a table of the figures in the newest reports, and the report that contains each figure.
 
-    Of the reports of one day, the one over more workloads counts (`NAME-72-grids`).
+    If a benchmark has several reports of one day, the report over more workloads (`NAME-72-grids`) counts.
     """
     found: dict[str, tuple[float, str]] = {}
     reports = (*(root / "benchmarks" / "results").glob("*.json"), *(root / "experiments").rglob("results/*.json"))

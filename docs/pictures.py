@@ -1,4 +1,4 @@
-"""Create the pictures of the documents: `make pictures` starts a service, tunes and trains the digits example, films
+"""Creates the pictures of the documents: `make pictures` starts a service, tunes and trains the digits example, films
 the tuning, takes screenshots of the pages, and draws the workflow with the numbers of the run.
 
     python -m docs.pictures [--epochs 20] [--output docs/pictures]

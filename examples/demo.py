@@ -100,7 +100,7 @@ def demonstrate(folder: Path, output: Path, epochs: int, most: int) -> None:
         job = client.handle("digits")
         before = job.recommendation()
 
-        heading("Measure two candidates that were not profiled, and compare with the predictions")
+        heading("Measure two candidates that were not profiled, and compare them with the predictions")
         chosen = unprofiled(before)
         for candidate in chosen:
             measure(client, job, candidate, folder / "work")
@@ -167,7 +167,7 @@ def compare(before: Recommendation, pairs: Sequence[tuple[Candidate, Run]]) -> N
         )
     headings = ["configuration", ">predicted step", ">measured", ">error", "within the interval"]
     CONSOLE.print(table(headings, rows))
-    say(f"Predicted from {before.model.num_runs} runs. The ranks share this machine's cores, so step times are noisy.")
+    say(f"The model used {before.model.num_runs} runs. The ranks share this machine's cores, so step times are noisy.")
 
 
 def reconsidered(before: Recommendation, now: Recommendation) -> str:
@@ -180,7 +180,7 @@ def reconsidered(before: Recommendation, now: Recommendation) -> str:
 
 @contextlib.contextmanager
 def service(folder: Path) -> Iterator[str]:
-    """Run a service on a temporary database and a free port, in a new session, so that Ctrl-C does not end it first."""
+    """Run a service on a temporary database and a free port, in a new session, which Ctrl-C does not reach."""
     log = (folder / "service.log").open("w+")
     port = free_port()
     command = [sys.executable, "-m", "tula_client.cli", "serve", "--database", str(folder / "tula.db"), "--port", port]

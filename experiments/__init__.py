@@ -1,1 +1,1 @@
-"""One folder for each scientific claim, with its question, command and result; the product never imports them."""
+"""Contains a folder for each scientific claim, with question, command and result; the product imports none of them."""

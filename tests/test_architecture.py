@@ -1,4 +1,4 @@
-"""The architecture is a test: who may import whom, what importing costs, what is public, what must be documented."""
+"""Tests the architecture: permitted imports, the cost of imports, the public interface, and what must be documented."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ROUTES = sorted(filter(str.isupper, vars(routes)))
 
 
 def documents() -> str:
-    """README and all documents as one text."""
+    """Return README and all documents as one text."""
     paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return "\n".join(path.read_text(encoding="utf-8") for path in paths)
 
@@ -58,7 +58,7 @@ def test_importing_stays_light(module: str) -> None:
 
 
 def test_the_public_surface_is_what_was_decided() -> None:
-    """After a decision to change it: write what this test computes into `public_surface.json`."""
+    """After a decision to change the interface, write what this test computes into `public_surface.json`."""
     surface = {name: sorted(importlib.import_module(name).__all__) for name in PUBLIC}
     assert surface == json.loads(SURFACE.read_text())
 
@@ -76,12 +76,12 @@ def modules(*folders: str) -> list[Path]:
 
 @cache
 def nodes(path: Path) -> list[ast.AST]:
-    """Every node of a file's syntax tree; parsed once, since several rules read the same files."""
+    """Return every node of a file's syntax tree, from a cache, since several rules read the same files."""
     return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 def imported(path: Path) -> set[str]:
-    """Top-level packages that a file imports anywhere."""
+    """Return the top-level packages that a file imports anywhere."""
     found: set[str] = set()
     for node in nodes(path):
         if isinstance(node, ast.Import):
@@ -101,14 +101,14 @@ def test_the_product_imports_no_benchmark_experiment_example_or_test() -> None:
 
 
 def test_the_shared_helpers_import_no_benchmark() -> None:
-    """`benchmarks/support` is the floor: benchmarks and tests stand on it."""
+    """Both benchmarks and tests depend on `benchmarks/support`, which must depend on neither."""
     text = "\n".join(path.read_text(encoding="utf-8") for path in modules("benchmarks/support"))
     found = set(re.findall(r"(?:from|import) (benchmarks[.\w]*)", text))
     assert {name for name in found if not name.startswith("benchmarks.support")} == set()
 
 
 def private_names(path: Path) -> set[str]:
-    """Functions, methods and attributes of a file whose names begin with one underscore."""
+    """Return the functions, methods and attributes of a file with names that begin with one underscore."""
     found = set()
     for node in nodes(path):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -119,7 +119,7 @@ def private_names(path: Path) -> set[str]:
 
 
 def private_uses(path: Path, names: set[str]) -> list[str]:
-    """Where a file reads one of these names of another object than `self`, or imports or patches it."""
+    """Return the places where a file reads one of these names of an object other than `self`, imports or patches it."""
     found = []
     for node in nodes(path):
         if (
@@ -145,7 +145,7 @@ def test_tests_and_benchmarks_use_no_private_name_of_the_product() -> None:
 
 
 def commands(command: Any, words: tuple[str, ...] = ("tula",)) -> list[str]:
-    """Every command that does something, as one types it."""
+    """Return every command line that does something, as a user types it."""
     children = getattr(command, "commands", None)
     if not children:
         return [" ".join(words)]

@@ -1,4 +1,4 @@
-"""Every benchmark runs: `--smoke` takes seconds and writes the keys that the stored results have."""
+"""Tests that every benchmark runs within seconds with `--smoke`, and writes the keys of the stored results."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def forks() -> Iterator[ForkServer]:
 
 @pytest.fixture(scope="module")
 def python(forks: ForkServer) -> Path:
-    """An interpreter whose programs are forked."""
+    """Return an interpreter that forks the programs it runs."""
     return programs(forks, {"python": []}, spawns="python") / "python"
 
 
 def run(forks: ForkServer, module: str, folder: Path, **environment: str) -> dict[str, Any]:
-    """`python -m MODULE --smoke --json OUT`; the object in OUT."""
+    """Run `python -m MODULE --smoke --json OUT`; return the object in OUT."""
     out, log = folder / "out.json", folder / "log"
     log.touch()
     process = forks.start(["-m", module, "--smoke", "--json", str(out)], clean_environment(**environment), log)
@@ -64,18 +64,18 @@ def run(forks: ForkServer, module: str, folder: Path, **environment: str) -> dic
 
 
 def newest(stem: str) -> dict[str, Any]:
-    """The stored result of this name with the latest date; {} without one."""
+    """Return the stored result of this name with the latest date, or {} if there is none."""
     found = [*RESULTS.glob(f"*-{stem}.json"), *RESULTS.glob(f"*-{stem}-[0-9]*.json")]
     return dict(json.loads(max(found).read_text())) if found else {}
 
 
 def stored(name: str) -> dict[str, Any]:
-    """The benchmark's newest stored figures."""
+    """Return the newest stored figures of the benchmark."""
     return functools.reduce(lambda left, right: left | newest(right), STORED.get(name, (name,)), {})
 
 
 def numbers(value: Any) -> Iterator[float]:
-    """Every number in a JSON value."""
+    """Yield every number in a JSON value."""
     if isinstance(value, dict):
         yield from itertools.chain.from_iterable(map(numbers, value.values()))
     elif isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Container, compose and cluster files: checked without an engine against the code that they run."""
+"""Tests container, compose and cluster files, without a container engine, against the code that they run."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ AGENT_VARIABLES = {"TULA_URL", "TULA_JOB", "TULA_TOKEN"}
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
-    """The YAML documents of a file."""
+    """Return the YAML documents of a file."""
     return [document for document in yaml.safe_load_all(path.read_text(encoding="utf-8")) if document]
 
 
 def dockerfile() -> list[tuple[str, str]]:
-    """Instructions of the Dockerfile, continued lines joined."""
+    """Return the instructions of the Dockerfile, with continued lines joined."""
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     return [(word.upper(), rest.strip()) for word, _, rest in (line.partition(" ") for line in lines)]
 
 
 def compose() -> dict[str, Any]:
-    """docker-compose.yml with anchors resolved."""
+    """Return docker-compose.yml with anchors resolved."""
     return documents(ROOT / "docker-compose.yml")[0]
 
 
 def command_names() -> set[str]:
-    """What `python -m tula_service` understands."""
+    """Return the commands of `python -m tula_service`."""
     return {str(each.name) for each in (*commands.registered_commands, *commands.registered_groups)}
 
 
@@ -85,7 +85,7 @@ def test_the_image_starts_a_command_that_exists_with_settings_that_exist(monkeyp
 
 
 def test_no_container_keeps_capabilities_or_has_a_default_password() -> None:
-    """An empty variable would have left Grafana's own, which everyone knows."""
+    """An empty variable would leave Grafana's default password, which everyone knows."""
     services = compose()["services"]
     for name, service in services.items():
         assert service["cap_drop"] == ["ALL"], name
@@ -97,7 +97,7 @@ def test_no_container_keeps_capabilities_or_has_a_default_password() -> None:
 
 
 def scraped(database: str) -> str:
-    """What Prometheus gets from a service on this database."""
+    """Return what Prometheus gets from a service on this database."""
     app = create_app(Settings(database=database))
 
     async def ask() -> str:
@@ -174,9 +174,10 @@ CHANGED = {
 
 @pytest.fixture(scope="module")
 def helm() -> dict[str, Any]:
-    """What Helm makes of the chart, without values and with CHANGED, and what it says about it.
+    """Return what Helm renders from the chart, without values and with CHANGED, and its messages.
 
-    `refused`: what it says of two values that it is to refuse, and of those in the command of docs/deploy.md.
+    `refused` has its messages about two values that the chart must refuse, and about those in the command of
+    docs/deploy.md.
     """
     options = re.findall(r"(--set\S*) (\S+)", (ROOT / "docs/deploy.md").read_text(encoding="utf-8"))
     assert options
@@ -188,12 +189,12 @@ def helm() -> dict[str, Any]:
 
 
 def by_kind(text: str) -> dict[str, dict[str, Any]]:
-    """The objects of a stream of YAML documents, by kind."""
+    """Return the objects of a stream of YAML documents, by kind."""
     return {document["kind"]: document for document in yaml.safe_load_all(text)}
 
 
 def test_the_chart_is_linted_takes_the_documented_values_and_refuses_others(helm: dict[str, Any]) -> None:
-    """Among the others is the database's address in plain sight, which the Secret holds."""
+    """One refused value is the database's address in plain text, which belongs in the Secret."""
     above_information = [message for message in helm["lint"]["messages"] if message["severity"] > 1]
     assert (helm["lint"]["total_charts_linted"], above_information, helm["lint"]["errors"]) == (1, [], [])
     unknown, plain = helm["refused"]
@@ -203,7 +204,7 @@ def test_the_chart_is_linted_takes_the_documented_values_and_refuses_others(helm
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed, which has kustomize built in")
 def test_the_chart_renders_what_kustomize_does(helm: dict[str, Any]) -> None:
-    """All but the namespace, in which Helm installs."""
+    """The namespace is excluded, since Helm installs into an existing one."""
     kustomize = ["kubectl", "kustomize", str(CHART / "base")]
     built = by_kind(subprocess.run(kustomize, capture_output=True, text=True, check=True, timeout=60).stdout)
     del built["Namespace"]
@@ -231,7 +232,7 @@ def test_the_example_job_gives_the_agent_what_it_reads() -> None:
 
 
 def test_the_commands_that_the_documents_say_fit_the_files() -> None:
-    """`docs/deploy.md` names this file as its cover: services, profiles, arguments and paths in it exist."""
+    """`docs/deploy.md` names this file as its test: its services, profiles, arguments and paths exist."""
     text = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
     services = compose()["services"]
     ran = re.findall(r"docker compose run --rm (\S+) (\S+)", text)

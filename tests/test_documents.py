@@ -1,12 +1,12 @@
-"""Every command and code block of README and documents is executed, or names the test that executes it.
+"""Tests that every command and code block of README and documents is executed, or names the test that executes it.
 
-`bash` blocks are run; in a `console` block, lines after `$ ` are run and the rest is what they print; `...` stands for
-anything, and so do ids, times and measured numbers. `tula` and the service are real in them, and launchers (torchrun,
-srun, ray, mpirun, ...) are stand-ins that report what an agent in the job would: `tests/e2e` runs the real ones.
+`bash` blocks are run. In a `console` block, lines after `$ ` are run and the other lines are the expected output, in
+which `...`, ids, times and measured numbers match anything. `tula` and the service are real; launchers (torchrun, srun,
+ray, mpirun, ...) are stand-ins that report what an agent in the job would report, and `tests/e2e` runs the real ones.
 
-A block may be preceded by a mark: `<!-- save as: NAME -->` writes it into the folder where the document's other blocks
-run, `<!-- covered by: PATH -->` names the test that runs it, and `<!-- needs NEED, checked by: PATH -->` says what
-this machine lacks and what checks the block instead: `NEEDS` lists these, and every other block is run.
+A mark may precede a block: `<!-- save as: NAME -->` writes the block into the folder where the document's other blocks
+run, `<!-- covered by: PATH -->` names the test that runs it, and `<!-- needs NEED, checked by: PATH -->` says what this
+machine lacks and what checks the block instead. `NEEDS` lists these blocks; every other block is run.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ VARYING = re.compile(r"(job|run|rec|tok|req)-[0-9a-f]{6,}|\d{4}-\d\d-\d\dT[\d:.]
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block with its mark, and where it stands."""
+    """A fenced block with its mark and position."""
 
     document: Path
     line: int
@@ -111,14 +111,14 @@ RUN = list(dict.fromkeys(b.document for b in ALL if not b.mark and b.kind in ("b
 
 @pytest.fixture
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The service that a document talks to, on a new database: documents do not see each other's jobs."""
+    """Start the service of a document on a new database, so that documents do not see each other's jobs."""
     with Server(str(tmp_path_factory.mktemp("documents") / "tula.db")) as running:
         yield running
 
 
 @pytest.fixture
 def two_databases(postgres_server: PostgresServer) -> Iterator[dict[str, str]]:
-    """Variables with a Postgres database to copy and an empty one, and the path of Postgres's own programs."""
+    """Yield variables with a filled and an empty Postgres database, and the folder of Postgres's programs."""
     urls = [postgres_server.create_database(template="tula_template"), postgres_server.create_database()]
     plain = [url.replace("+psycopg", "") for url in urls]
     yield {"DATABASE": plain[0], "RESTORED": plain[1], "PG_BIN": str(postgres_server.programs)}
@@ -201,7 +201,7 @@ def test_every_picture_is_used_and_described_and_made_by_the_script() -> None:
 
 
 def test_the_film_of_a_terminal_is_small_loads_nothing_and_stands_still_for_who_wants_no_motion() -> None:
-    """The one in the documents, and one made of what a command wrote within a minute."""
+    """The test checks the film in the documents, and one from a minute of a command's output."""
     film = runpy.run_path(str(ROOT / "docs" / "pictures.py"))["film"]
     pieces = [(second / 10, f"\r\x1b[2K\x1b[32mstep\x1b[0m {second} <&>") for second in range(600)]
     for text in (film(pieces), (ROOT / "docs" / "pictures" / "tune.svg").read_text(encoding="utf-8")):
@@ -215,7 +215,7 @@ def test_the_film_of_a_terminal_is_small_loads_nothing_and_stands_still_for_who_
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_file_and_function_that_a_document_names_exists(document: Path) -> None:
-    """`perfmodel/map_fit.py: name` is looked up in the repository and in each of its packages."""
+    """A name like `perfmodel/map_fit.py: name` is looked up in the repository and in each of its packages."""
     service = ROOT / "service" / "tula_service"
     roots = (
         ROOT,
@@ -243,7 +243,7 @@ def test_the_page_on_the_paper_prints_the_newest_reports() -> None:
 
 
 def test_every_figure_beside_the_papers_claims_stands_in_a_report() -> None:
-    """No row of the table is left out, and each number is that of the key and file that it names."""
+    """Every row of the table is checked, and each number equals that of the key and file that the row names."""
     page = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| [^|]*\| `([^`]+)` in `([^`]+)` \|$", page, re.M)
     assert [key for *_, key, _ in rows] == [key for _, key, _ in HOOKS["FIGURES"]]
@@ -288,7 +288,7 @@ def test_the_commands_and_programs_of_a_document_print_what_it_states(
 
 
 def check_shell(typed: list[Block], server: Server, folder: Path, databases: dict[str, str]) -> None:
-    """All console and bash blocks of a document in one shell, as a reader would type them."""
+    """Run all console and bash blocks of a document in one shell, as a reader would type them."""
     script = ['exec 2>&1 </dev/null; PATH="${PG_BIN:+$PG_BIN:}$PATH"\n', stand_ins(folder)]
     expected: list[tuple[Block, str | None]] = []
     for block in typed:
@@ -318,7 +318,7 @@ def check_shell(typed: list[Block], server: Server, folder: Path, databases: dic
 
 
 def stand_ins(folder: Path) -> str:
-    """Put launchers, a script to launch and a job into the folder; the shell functions that they need."""
+    """Put launchers, a script and a job into the folder; return the shell functions that these need."""
     for name in LAUNCHERS:
         program = folder / name if name.startswith("./") else folder / "bin" / name
         program.parent.mkdir(exist_ok=True)
@@ -331,7 +331,7 @@ def stand_ins(folder: Path) -> str:
 
 
 def commands(body: str) -> Iterator[tuple[str, str]]:
-    """(command, what it prints) in a console block; a command goes on in lines after `> `."""
+    """Yield (command, output) of a console block; lines after `> ` continue a command."""
     command, output = "", ""
     for line in [*body.splitlines(), "$ "]:
         if line.startswith("$ "):
@@ -345,7 +345,7 @@ def commands(body: str) -> Iterator[tuple[str, str]]:
 
 
 def pattern(wanted: str) -> re.Pattern[str]:
-    """What may stand in place of an example's output: ids, times and measured numbers vary, `...` is anything."""
+    """Return a pattern for an example's output in which ids, times, measured numbers and `...` match other texts."""
     parts = []
     for part in wanted.split("..."):
         last, made = 0, ""
@@ -357,7 +357,7 @@ def pattern(wanted: str) -> re.Pattern[str]:
 
 
 def check_programs(document: Path, programs: list[str], server: Server, folder: Path) -> None:
-    """All Python blocks of a document in one forked process, each in a separate namespace."""
+    """Run all Python blocks of a document in one forked process, each in a separate namespace."""
     runner = folder / "run_blocks.py"
     runner.write_text(
         "import json, sys\n"
@@ -379,7 +379,7 @@ def check_programs(document: Path, programs: list[str], server: Server, folder: 
 
 @functools.cache
 def forked_command() -> Path:
-    """A folder with `tula`, forked from a process that has imported it: documents type it a hundred times."""
+    """Return a folder with a `tula` that is forked, since documents run it a hundred times."""
     return programs(fork_server(), {"tula": ["-m", "tula_client.cli"]})
 
 
@@ -392,7 +392,7 @@ def environment(server: Server, folder: Path) -> dict[str, str]:
 
 
 def assert_changes_the_example(block: Block) -> None:
-    """A diff's hunks are what the marked lines add to the example, no more and no less."""
+    """Assert that a diff adds exactly the marked lines to the example."""
     source = (ROOT / "examples" / "digits_ddp.py").read_text().splitlines()
     after = [line.removesuffix("  # tula").rstrip() for line in source]
     added = {line.removesuffix("  # tula").rstrip() for line in source if line.endswith("  # tula")}

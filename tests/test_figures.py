@@ -1,4 +1,4 @@
-"""The figures of the documents are those of the reports that they name, and the quick ones are computed again."""
+"""Tests that the documents' figures are those of the reports that they name, and computes the quick ones again."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_row_of_the_page_of_figures_prints_those_of_its_report(row: str) -> No
 
 
 def figures_in(cell: str) -> list[str]:
-    """The numbers in a cell of the table, as written."""
+    """Return the numbers in a cell of the table, as written."""
     return re.findall(r"[\d.]+", cell)
 
 
@@ -100,7 +100,7 @@ def test_the_readme_has_some_of_these_rows() -> None:
 
 
 def test_the_first_guess_is_still_as_far_off_as_the_page_says() -> None:
-    """Without history nothing is drawn, so one draw tells; the other figures take minutes or other machines."""
+    """Without earlier jobs, nothing is drawn at random, so one score is enough; other figures take minutes."""
     found = cold_start.score(cold_start.read(cold_start.TABLE), 0, 0, True, 1)
     assert f"| {1 + found['cold.same.0.0.median']:.2f} |" in PAGE
 
@@ -110,7 +110,7 @@ OPTIMIZERS = {"transformer": "adam"}
 
 
 def test_no_rule_that_is_recommended_was_clearly_worse_than_another_in_the_experiment() -> None:
-    """Than any other rule: baselines, AGS, the unscaled rate and what was tuned by hand on validation data."""
+    """The other rules are baselines, AGS, the unscaled rate, and rates tuned by hand on validation data."""
     stored = json.loads((ROOT / "experiments" / "generalization" / "results" / "quick.json").read_text())
     for row in stored["rows"]:
         _, network, batch = row["case"].split("@")[0].split("/")

@@ -1,4 +1,4 @@
-"""The benchmark for GPUs, rehearsed on the CPU: complete and resumable."""
+"""Tests the GPU benchmark on a CPU: it is complete and can be resumed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Results of an earlier run, which measured one part."""
+    """Return the results of an earlier run that measured one part."""
     out = tmp_path_factory.mktemp("gpu") / "begun"
     benchmark("--part", "overhead", *SMOKE, "--out", str(out))
     return out
@@ -36,14 +36,14 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def measured(begun: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Results of all parts: continued from `begun` in another folder."""
+    """Return the results of all parts, continued from `begun` in another folder."""
     out = tmp_path_factory.mktemp("gpu") / "out"
     benchmark(*SMOKE, "--minutes", "40", "--out", str(out), "--resume", str(begun))
     return out
 
 
 def benchmark(*arguments: str) -> None:
-    """Run the command to its end; its parts are forked from a process with all imports."""
+    """Run the command to its end, with parts that are forked from a process with all imports."""
     python = str(launchers() / "python")
     command = [python, "-m", "benchmarks.gpu", *arguments]
     forked = clean_environment(BENCHMARK_PYTHON=python)
@@ -114,7 +114,7 @@ def test_peaks_measured_on_an_h100_are_those_that_are_counted_without_a_device(n
 
 
 class LargestIsTwenty(torch.nn.Linear):
-    """Runs out of memory as CUDA does, with more than 20 examples."""
+    """A layer that runs out of memory, as CUDA does, with more than 20 examples."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if len(inputs) > 20 and type(inputs) is torch.Tensor:  # one without data takes no memory

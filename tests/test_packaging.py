@@ -1,4 +1,4 @@
-"""Wheel and source archive: they build, hold what runs and nothing else, and each extra brings only what it needs."""
+"""Tests that wheel and source archive can be built, contain only what runs, and need only few dependencies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel and the source archive, the wheel built from the archive as an index would get it."""
+    """Return a folder with the source archive, and with the wheel that is built from it, as an index would get it."""
     folder = tmp_path_factory.mktemp("dist")
     done = subprocess.run(
         [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)],
@@ -50,21 +50,21 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def wheel(built: Path) -> Path:
-    """The wheel."""
+    """Return the path of the wheel."""
     (path,) = built.glob("*.whl")
     return path
 
 
 @pytest.fixture(scope="session")
 def metadata(wheel: Path) -> Message:
-    """The wheel's METADATA."""
+    """Return the wheel's METADATA."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
         return Parser().parsestr(archive.read(name).decode())
 
 
 def requirements(metadata: Message, extra: str | None) -> set[str]:
-    """Names of the distributions that `tula[extra]` needs, extras of `tula` included."""
+    """Return the names of the distributions that `tula[extra]` needs, including those of other extras."""
     found: set[str] = set()
     for line in metadata.get_all("Requires-Dist", []):
         wanted = Requirement(line)
@@ -80,7 +80,7 @@ def requirements(metadata: Message, extra: str | None) -> set[str]:
 
 
 def alone(bin: Path, folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a program of an environment, without Tula's variables but these."""
+    """Run a program of an environment, with none of Tula's variables except these."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TULA_", "PYTHON"))}
     return subprocess.run(
         [str(bin / command[0]), *command[1:]],
@@ -201,7 +201,7 @@ def test_make_installs_every_extra_that_the_tests_import_and_the_group_dev() -> 
 
 @pytest.fixture(scope="session")
 def environments(wheel: Path, metadata: Message, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The `bin` of one virtual environment each: the base, and with an extra; each holds only what it asks for."""
+    """Return the `bin` folder of one environment without extras and one per extra, with only their dependencies."""
     return {
         extra: isolated(tmp_path_factory.mktemp(extra or "base"), requirements(metadata, extra or None), wheel)
         for extra in EXTRAS
@@ -248,7 +248,7 @@ print(float(model.bias))
 def test_a_process_of_a_run_starts_with_the_hook_and_any_other_without(
     environments: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Under every launcher that passes the run's variables on; neither start imports the agent."""
+    """This holds under every launcher that passes on the run's variables; neither process imports the agent."""
     code = "import sys; print(*(name in sys.modules for name in ('tula_startup', 'tula_agent', 'torch')))"
     of_run = alone(environments["agent"], tmp_path, "python", "-c", code, TULA_RUN_ID="run-1")
     other = alone(environments["agent"], tmp_path, "python", "-c", code, TULA_URL="http://tula")

@@ -1,4 +1,4 @@
-"""The built site: every page is there for people as HTML and for language models as Markdown, listed in `llms.txt`."""
+"""Tests that every page of the built site exists as HTML for people and as Markdown, listed in `llms.txt`, for LLMs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)[^)]*\)")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the site, built as CI builds it: a warning is an error."""
+    """Build the site as CI does, with warnings as errors; return its folder."""
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],

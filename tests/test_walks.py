@@ -1,4 +1,4 @@
-"""The walks in docs/architecture.md are true: every function exists, and one before it on the walk refers to it.
+"""Tests the walks in docs/architecture.md: every function exists, and one before it on the walk refers to it.
 
 A walk is a heading that begins with "Walk: " and, below it, a list in which each item begins with a function:
 
@@ -7,8 +7,8 @@ A walk is a heading that begins with "Walk: " and, below it, a list in which eac
     1. `tula_agent.recorder:Recorder.step`: hands a step's times to the exporter
     2. `tula_service.api.samples:send_samples` via HTTP: reads the body
 
-"via" and a few words stand where one process, thread or framework hands over to another, so that no function before it
-names the next one.
+An item has "via" and a few words if one process, thread or framework hands over to another, so that no function before
+it on the walk names its function.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Step:
 
     @property
     def called(self) -> set[str]:
-        """Identifiers by which a caller refers to it: a constructor by its class."""
+        """Return the identifiers by which a caller refers to the step; for a constructor, this is its class."""
         owner, _, last = self.name.rpartition(".")
         return {owner.rpartition(".")[2]} if last in ("__init__", "__call__", "__enter__") else {last}
 
 
 def walks(text: str) -> dict[str, list[Step]]:
-    """The walks of a document, by the words of their headings."""
+    """Return the walks of a document, by the words of their headings."""
     found: dict[str, list[Step]] = {}
     steps: list[Step] | None = None
     for line in text.splitlines():
@@ -61,7 +61,7 @@ def walks(text: str) -> dict[str, list[Step]]:
 
 @cache
 def parsed(module: str) -> ast.Module | None:
-    """A module's syntax tree; None where there is no such file."""
+    """Return the syntax tree of a module, or None if there is no such file."""
     package, *rest = module.split(".")
     path = ROOT.joinpath(ROOTS.get(package, "."), package, *rest)
     for file in (path.with_suffix(".py"), path / "__init__.py"):
@@ -71,7 +71,7 @@ def parsed(module: str) -> ast.Module | None:
 
 
 def definition(step: Step) -> Definition | None:
-    """Where a step is defined; None where it is not."""
+    """Return the definition of a step, or None if there is none."""
     scope: ast.AST | None = parsed(step.module)
     for name in step.name.split("."):
         inside = [] if scope is None else ast.iter_child_nodes(scope)
@@ -80,13 +80,13 @@ def definition(step: Step) -> Definition | None:
 
 
 def identifiers(node: ast.AST) -> set[str]:
-    """Every name and attribute inside a definition."""
+    """Return every name and attribute inside a definition."""
     names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
     return names | {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)}
 
 
 def problems(steps: list[Step]) -> list[str]:
-    """What is untrue of a walk, one sentence each."""
+    """Return one sentence for each error in a walk."""
     found, known = [], set[str]()
     for number, step in enumerate(steps):
         node = definition(step)

@@ -1,4 +1,4 @@
-"""The agent, which measures a training process, sends the data in the background and never raises in the script."""
+"""Measures a training process and sends the data in the background; never raises an exception in the script."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, since most scripts need only a few of them."""
+    """Import and return a public name when it is first used, since most scripts need only a few of these names."""
     if name in _LAZY:
         from importlib import import_module
 

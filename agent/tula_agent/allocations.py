@@ -34,7 +34,7 @@ def segments_grow() -> bool:
     PyTorch reads only the first of ALLOCATOR_VARIABLES that is set.
 
     Expandable segments do not fragment, so the simulation does not apply to them. In tests on an H100, the allocator
-    reserved at most 2 % more memory than was allocated with such segments.
+    with expandable segments reserved at most 2 % more memory than was allocated.
     """
     settings = (os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ)
     return GROWING_SEGMENTS in next(settings, "").replace(" ", "")
@@ -170,7 +170,7 @@ class AllocationModel:
 
     The size of each allocation is predicted as a linear function of the batch size. `first`, `second`: the events at
     `first_batch` and `second_batch` examples, which must allocate in the same order. All releases are taken from
-    `second`, since garbage may be collected at any time.
+    `second`, since Python's garbage collector may release memory at different places in the two traces.
     """
 
     first_batch: int

@@ -11,10 +11,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def infer_batch_size(batch: Any) -> int | None:
-    """Return the number of examples that can be inferred from `batch` itself, or None.
+    """Return the number of examples in `batch`, inferred from the batch itself; None if this is not possible.
 
     The count is the number of graphs in a graph batch, the length of a list of samples or of the first list in a tuple
-    of lists, or the first dimension of the first two tensors if both are equal.
+    of lists, or the first dimension of the first two tensors if it is the same in both.
     """
     first = batch[0] if type(batch) in (list, tuple) and batch else batch  # the usual case, without a search
     shape = getattr(first, "shape", None)
@@ -52,7 +52,7 @@ class BatchSizes:
         self._leads: int | None = None  # the stated size that equals the first tensor's first dimension
 
     def of(self, batch: Any, loader: Any = None) -> int | None:
-        """Return the number of examples in `batch`, or the count from `given`; None if neither is available."""
+        """Return the number of examples in `batch` (or what `given` counts, such as tokens); None if it is unknown."""
         given = self.given
         if given is not None and not isinstance(given, (int, float)):
             return max(1, round(given(batch)))
@@ -99,7 +99,8 @@ def _lengths(batch: Any) -> dict[tuple[str, int], int]:
 def infer_sequence_length(batch: Any) -> int | None:
     """Return the number of tokens per example, including padding; None if the batch contains no tokens.
 
-    The result is the length of `input_ids`, or that of inputs and targets of the same shape (next-token prediction).
+    The result is the length of `input_ids`, or that of the inputs if inputs and targets have the same shape (next-token
+    prediction).
     """
     if isinstance(batch, Mapping):
         inputs: list[Any] = [batch.get("input_ids")]

@@ -195,7 +195,7 @@ def resume(
 
 
 def _weights(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Return the model and optimizer state for `torch.distributed.checkpoint`, which shares the tensors in use."""
+    """Return the state of model and optimizer for `torch.distributed.checkpoint`, without copying the tensors."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 
     if optimizer is None:

@@ -33,7 +33,7 @@ UNKNOWN_RUN = "unknown-run"
 
 @dataclass(frozen=True)
 class WantedJob:
-    """Name or id of a job, and the numbers of examples per epoch and of epochs with which to register a new job."""
+    """Name or id of a job; if the job does not exist, it is registered with this dataset size and number of epochs."""
 
     name: str
     dataset_size: int | None = None

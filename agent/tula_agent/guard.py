@@ -21,8 +21,8 @@ GIVE_UP_AFTER = 5
 
 
 class Guard:
-    """Catches the exceptions of each part of the agent, logs a part's first one, and turns off a part that keeps
-    failing.
+    """Catches the exceptions of each part of the agent, logs the first exception of a part, and turns off a part that
+    keeps failing.
 
     `with guard("memory"): ...` never raises an `Exception`; `KeyboardInterrupt` and `SystemExit` pass through. A guard
     has no lock, since a lock could not be pickled with a framework's callback; at worst, a line is logged twice.

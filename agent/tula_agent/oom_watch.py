@@ -3,13 +3,13 @@
 When a rank runs out of memory, the other ranks wait in a collective until the backend's timeout (30 minutes). So the
 rank that detects the error publishes a notice in the ranks' key-value store and reports the error to the service. A
 thread on every rank checks the store once a second, and ends its process if the process is still running EXIT_WITHIN_S
-after the notice. The rank that detected the error may host the store, so it keeps the store open until the other ranks
-have acknowledged the notice, or until two checks would have run.
+seconds after the notice. The rank that detected the error may host the store, so it keeps the store open until the
+other ranks have acknowledged the notice, or until twice the interval between checks has passed.
 
 A rank detects an exception that ends the process, an exception that the script reports with `run.report_out_of_memory`,
 and a CUDA error that the script catches without reporting it. The allocator counts errors of the last kind, but also
 errors that torch itself catches while it searches for the fastest kernel. So a counted error ends a training run only
-if this rank and another rank have both been stuck in a step for STALLED_S.
+if this rank and another rank have both been stuck in a step for STALLED_S seconds.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class OomWatch:
                     channel.set(f"heard/{self._rank}", True)
 
     def _stands_still(self) -> bool:
-        """Return True if no batch has arrived for a long time within a step, which does not include evaluations."""
+        """Return True if no batch has arrived for a long time within a step; an evaluation is not part of a step."""
         (batches, in_step), now, counted = self._progress(), time.monotonic(), self._count()
         if batches != self._batches or not in_step:
             if in_step:
@@ -200,8 +200,9 @@ class OomWatch:
         return batches >= _SETTLED_AFTER and now - self._moved_at >= waits_s
 
     def _others_agree(self, channel: Any, stands_still: bool) -> bool:
-        """Return True if this rank has counted an error and another rank is also stuck; if this rank is stuck, notify
-        the others.
+        """Return True if this rank is stuck and has counted an error, and another rank has confirmed that it is stuck.
+
+        A stuck rank confirms another rank's suspicion, and publishes its own suspicion if it has counted an error.
         """
         if not stands_still:
             return False

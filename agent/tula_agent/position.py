@@ -21,7 +21,7 @@ class Position:
     """Position of training: the number of complete epochs, and the number of batches consumed in the current epoch.
 
     `step` counts micro-steps from the start of training. `epochs_before` is the progress of earlier processes, measured
-    in epochs because these do not depend on the batch size; `known` is True once the script or `resume` has set
+    in epochs because epochs do not depend on the batch size; `known` is True once the script or `resume` has set
     `epochs_before`. `resumable`: True if the script calls `resume`, so that the random state must be read.
     `at_epoch_start`: the random state at the start of the current epoch. `pending`: the data to continue an interrupted
     epoch (the number of batches to skip, the random state at the start of the epoch, and the random state after the
@@ -64,7 +64,7 @@ class Position:
 def _captured(loader: Any) -> dict[str, Any]:
     """Return the captured random state, or an empty dictionary if a generator cannot be read.
 
-    An unreadable generator may only prevent the writing of a checkpoint, not training.
+    An unreadable generator may make `checkpoint` fail, but must not stop training.
     """
     try:
         return capture_randomness(loader)

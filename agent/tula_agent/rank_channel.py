@@ -181,7 +181,7 @@ def current_group() -> Any:
 
 
 def with_group_place(config: AgentConfig) -> AgentConfig:
-    """Return `config` with the rank and world size of the process group, if any, since `mp.spawn` sets no variables."""
+    """Return `config` with the rank and size of the process group, if any; `mp.spawn` sets no environment variables."""
     if current_group() is None:
         return config
     return replace(config, rank=dist.get_rank(), world_size=dist.get_world_size())

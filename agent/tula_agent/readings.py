@@ -1,4 +1,4 @@
-"""Queues between the training thread, which measures, and the shipping thread, which sends the measurements.
+"""Defines the queues through which the training thread passes measurements to the shipping thread.
 
 `measure/` returns the records in this module, the recorder puts them into `Readings`, and `ship/` takes them out.
 `measure/` and `ship/` do not import each other.

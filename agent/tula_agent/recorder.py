@@ -290,7 +290,7 @@ class Recorder:
         return cut
 
     def measure_whole_batches(self, because: str) -> None:
-        """Pass whole batches to the script from now on; later launches can measure this launch's other runs."""
+        """Pass whole batches to the script from now on; later launches can measure the smaller ones."""
         if self.launch.cut_to is not None:
             logger.warning("this launch measures one batch instead of several, because %s", because)
             self.profiling.drop_smaller_batches()
@@ -299,8 +299,8 @@ class Recorder:
     def measure_alone(self, because: str) -> None:
         """Measure this rank's steps without an agreement between ranks about the end of the measurement.
 
-        Only the first rank may end the measurement; otherwise, it could wait in a step while another rank sends its
-        data.
+        Only the first rank may end the measurement. If another rank ended it, the first rank could wait in a step while
+        that rank sends its data.
         """
         self.measure_whole_batches(because)
         self.profiling.measure_alone(ends=self.leads)
@@ -743,7 +743,7 @@ class Recorder:
                 logger.warning(text, batches, seen)
 
     def _say_what_changes(self, step: int, warmup: bool) -> None:
-        """Warn of signs that later steps will differ from those measured, which are only the beginning of training."""
+        """Warn of signs that later steps will differ from the measured steps at the beginning of training."""
         if warmup:
             self.timer.rose_from = 0
         if self.timer.rose_from and not self._said_rise:
@@ -840,7 +840,7 @@ class Recorder:
         return due if self.joining is None or self.joining.run_id is not None else []
 
     def seen_configuration(self) -> tuple[int, int] | None:
-        """Return the local batch size and the accumulation, or None until the first step or the script has ended."""
+        """Return the local batch size and the accumulation; None until the first step (or the script) has ended."""
         if self._batch_size is None or (self.timer.step == 0 and not self.finished):
             return None
         return self._batch_size, self.timer.grad_accum_steps

@@ -1,4 +1,4 @@
-"""The interface for training scripts: `init`, and `Run` with `steps`, `watch`, `log` and `finish`."""
+"""Defines the interface for training scripts: `init`, and `Run` with `steps`, `watch`, `log` and `finish`."""
 
 from __future__ import annotations
 
@@ -343,10 +343,10 @@ class Run:
             run.log(own | {"tula/step": step})
 
     def finish(self, *, succeeded: bool = True, message: str | None = None) -> None:
-        """Send the remaining measurements within a few seconds, and report how the run ended. Called automatically at
-        exit.
+        """Send the remaining measurements within a few seconds, and report how the run ended.
 
-        Afterwards the agent keeps no reference to the model, the optimizer or the ranks' store.
+        The agent calls this method automatically when the process ends. Afterwards, the agent keeps no reference to the
+        model, the optimizer or the ranks' store.
         """
         recorder = self.recorder
         if recorder is None:
@@ -418,7 +418,7 @@ class Run:
 
 
 class Steps(Generic[T]):
-    """Result of `Run.steps`, which iterates over a loader and behaves like the loader in every other respect."""
+    """Iterable that `Run.steps` returns; iterates over a loader, and otherwise behaves like the loader itself."""
 
     def __init__(self, loader: Iterable[T], begin: Callable[[], Iterator[T]]) -> None:
         self._loader = loader

@@ -1,4 +1,4 @@
-"""Contains every use of a private part of PyTorch by the agent, since torch may change such parts without notice.
+"""Contains all code of the agent that uses private parts of PyTorch, since torch may change them without notice.
 
 Each docstring explains why the public interface does not suffice. The private names were tested with torch 2.4.1 and
 2.13.0, unless a docstring says otherwise; the agent supports torch 2.4 and later. If torch lacks an optional name, the
@@ -253,9 +253,9 @@ def exact_products() -> Iterator[None]:
     """Multiply float32 matrices on a GPU in full float32 precision inside the context, regardless of the script's
     settings.
 
-    Since torch 2.9, the precision can be set through two interfaces, and torch raises during a product if the two
-    settings contradict each other. So the precision is changed through the interface that the script used. `allow_tf32`
-    does not affect products on the host.
+    Since torch 2.9, the precision can be set through two interfaces, and torch raises an error during a product if the
+    two settings contradict each other. So the precision is changed through the interface that the script used.
+    `allow_tf32` does not affect products on the host.
     """
     matmul = torch.backends.cuda.matmul
     try:

@@ -1,4 +1,4 @@
-"""All measurements that need a GPU, in one command that takes a few minutes; see `__main__`."""
+"""Contains all measurements that need a GPU, which one command makes in a few minutes; see `__main__`."""
 
 import os
 import sys

@@ -5,8 +5,8 @@
     python -m benchmarks.gpu --packages 3.12           packs the packages for a machine with Python 3.12 and no index
 
 The command needs this checkout, torch, and (for all networks) torchvision. It first lists the other packages that are
-missing, and skips the parts that need them. `make test-gpu` tests the features on which the agent depends. The command
-writes to DIR a JSON file for each part (row by row), `report.md`, three tables and a log. `--resume` makes the
+missing, and skips the parts that need them. `make test-gpu` tests the GPU features on which the agent depends. The
+command writes to DIR a JSON file for each part (row by row), `report.md`, three tables and a log. `--resume` makes the
 measurements that are missing from an earlier run; if that run used another DIR, its results are copied first.
 """
 

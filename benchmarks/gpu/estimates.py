@@ -1,4 +1,4 @@
-"""Compares predictions of a device's largest batch, from memory readings and without a run, with its report.
+"""Compares a device's largest batch with predictions of it, which are made from memory readings or without a run.
 
     python -m benchmarks.gpu.estimates [benchmarks/results/gpu/DEVICE] [--only NAME] [--json FILE]
 

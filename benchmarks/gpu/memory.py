@@ -48,8 +48,8 @@ def in_fresh_process(work: Callable[..., T], *arguments: Any) -> T:
 def largest_fitting(fits: Callable[[int], bool], start: int, ends: float) -> tuple[int, int] | None:
     """Return the largest batch known to fit (0: none) and the smallest known to fail, less than 1/32 of `start` apart.
 
-    The distance from `start` doubles until a batch that fits and a batch that fails are known; then their interval is
-    halved repeatedly. Returns None if the search is not finished at `ends` (monotonic time).
+    The distance from `start` doubles until a batch that fits and a batch that fails are known; then the interval
+    between them is halved repeatedly. Returns None if the search is not finished at `ends` (monotonic time).
     """
     step = finest = max(1, start // WITHIN)
     fitted, failed = 0, 0
@@ -68,7 +68,7 @@ def largest_fitting(fits: Callable[[int], bool], start: int, ends: float) -> tup
 
 
 def measure(name: str, start: int, device: torch.device, ends: float, smoke: bool) -> Row | None:
-    """Return the largest batch that fits, the smallest that failed, and the allocator's statistics at the largest."""
+    """Return the largest batch that fits, with the allocator's statistics at it, and the smallest that failed."""
     network, precision = name.split()
     known = networks(smoke)[network]
     held: Row = {}

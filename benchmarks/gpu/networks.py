@@ -1,4 +1,4 @@
-"""The networks to measure: four from torchvision (if it is installed), GPT-2 small and ViT-B."""
+"""Defines the networks to measure: four from torchvision (if it is installed), GPT-2 small and ViT-B."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class WithLoss(nn.Module):
 class Transformer(nn.Module):
     """Encoder layers after `embedding`, which returns (examples, positions, width).
 
-    With `causal`, every position has an output that depends on the preceding positions, and input and output share
-    weights; otherwise the output is computed from the mean over positions. With `checkpointing`, the backward pass
-    recomputes each layer from the layer's input.
+    With `causal`, every position has an output, which depends only on this position and the preceding positions, and
+    the embedding and the output layer share weights. Otherwise, the output is computed from the mean over positions.
+    With `checkpointing`, the backward pass recomputes each layer from the layer's input.
     """
 
     def __init__(

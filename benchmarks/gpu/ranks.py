@@ -1,4 +1,4 @@
-"""Tests several ranks and, with two or more GPUs, compares the agent's exposed communication with `no_sync`."""
+"""Tests several ranks and, with two or more GPUs, checks the agent's exposed communication by means of `no_sync`."""
 
 from __future__ import annotations
 

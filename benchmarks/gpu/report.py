@@ -61,8 +61,8 @@ def _tune(rows: dict[str, Row]) -> Iterator[str]:
         yield f"{name}: `tula tune` took {row['tune_s']:.0f} s. {row['why']}"
         yield ""
         yield (
-            f"A batch of {row['chosen']} was predicted at {value:.2f} ms [{low:.2f}, {high:.2f}] a step, "
-            f"and trained at {measured:.2f} ms ({_percent(value / measured - 1.0)})."
+            f"A step with a batch of {row['chosen']} was predicted to take {value:.2f} ms [{low:.2f}, {high:.2f}], "
+            f"and took {measured:.2f} ms in training ({_percent(value / measured - 1.0)})."
         )
         yield ""
         found = [

@@ -1,8 +1,8 @@
 """Measures the time that each gradient-scaling policy adds to a ResNet-50 step with the unwrapped optimizer.
 
 A step has two micro-steps, since a single rank measures the noise between micro-steps. Several ranks need only one
-micro-step each and share the work of turning matrices, so `cost_of_micro_step`, the added time relative to one
-micro-step, is an upper bound for several ranks.
+micro-step each and share the work of turning the updates of matrices, so `cost_of_micro_step`, the added time relative
+to one micro-step, is an upper bound for several ranks.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _waits(
 
 
 def measure_turning(precision: str, device: torch.device, smoke: bool) -> Row:
-    """Return the seconds to turn all matrices of ResNet-50 once, on the host and until the device has finished."""
+    """Return the host's seconds and the total seconds to turn the updates of ResNet-50's matrices once."""
     network = resnet(18 if smoke else 50, channels=3, num_classes=1000, width=8 if smoke else 64)
     shapes = [shape for parameter in network.parameters() if (shape := matrix_shape(parameter)) is not None]
     shapes.sort(key=lambda shape: (shape.rows, shape.columns))
@@ -134,7 +134,7 @@ def measure_turning(precision: str, device: torch.device, smoke: bool) -> Row:
 
 
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
-    """Add rows for the turning of matrices alone, and one row for each policy and micro-step size."""
+    """Add rows for turning the updates of matrices alone, and a row for each policy and micro-step size."""
     ends = time.monotonic() + seconds
     rows = {
         f"{name}, {size} examples": (name, size) for size in list(SIZES)[: 1 if smoke else None] for name in POLICIES

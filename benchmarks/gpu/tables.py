@@ -1,4 +1,4 @@
-"""Measures step time by phase and memory at growing batches until memory runs out, and writes the tables."""
+"""Measures memory and the time of each phase of a step at growing batches until memory runs out; writes the tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's script without any of Tula's lines, which trains ResNet-50 under DDP in TF32 for one epoch.
+"""Trains ResNet-50 under DDP in TF32 for one epoch, like a user's script without any of Tula's lines.
 
 torchrun --nproc-per-node 1 benchmarks/gpu/train.py --batch-size 64 --examples 20000
 """

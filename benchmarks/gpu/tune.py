@@ -1,4 +1,4 @@
-"""Runs `tula tune` and then `tula run` for a script without a line of Tula, and compares their step times."""
+"""Runs `tula tune` and then `tula run` for a script without any of Tula's lines, and compares their step times."""
 
 from __future__ import annotations
 

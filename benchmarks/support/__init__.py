@@ -1,4 +1,4 @@
-"""Code that benchmarks, experiments and tests share, such as a service, a database and a cluster of namespaces."""
+"""Contains code that benchmarks, experiments and tests share, such as a service, a database and a simulated cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PYTHON = os.environ.get("BENCHMARK_PYTHON", sys.executable)
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """Return this process's environment without Tula's variables, with one numerical thread and with `more`."""
+    """Return this process's environment without Tula's variables, with one numerical thread and with `more` added."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
     return kept | {"OMP_NUM_THREADS": "1"} | more
 

@@ -1,4 +1,4 @@
-"""A cluster on one machine, whose nodes are network namespaces on a bridge with links of a given bandwidth.
+"""Builds a cluster on one machine, with network namespaces as nodes and a bridge with links of a given bandwidth.
 
 The cluster needs root, iproute2 and a kernel with network namespaces and the tbf queue; `why_not` states what is
 missing. Links with a delay also need the netem queue, which not every kernel has; see `why_no_delay`.

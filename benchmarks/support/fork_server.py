@@ -417,7 +417,7 @@ def set_namespace(file: int, kind: int, name: str) -> None:
 
 
 def enter_namespaces(pid: int) -> None:
-    """Continue in a child in the namespaces of process `pid` if they differ from this process's namespaces.
+    """If process `pid` is in other namespaces than this process, fork a child that continues in those namespaces.
 
     The child then has the network, host name, mounts and process ids of that process's machine in a cluster. This
     process only represents the child: it forwards signals, and ends as the child does.

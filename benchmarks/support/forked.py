@@ -13,7 +13,7 @@ from benchmarks.support.forked_programs import programs
 
 @functools.cache
 def fork_server() -> ForkServer:
-    """Return the only fork server for services, which a test run shares, since importing the service takes seconds."""
+    """Return the fork server for services; all tests of a run share it, since importing the service takes seconds."""
     made = ForkServer(SERVICE, PYTHON, shared=True)
     atexit.register(made.close)
     return made
@@ -21,7 +21,7 @@ def fork_server() -> ForkServer:
 
 @functools.cache
 def spawns() -> Path:
-    """Return the program that forks a service, or its process for fits, whose imports would take seconds."""
+    """Return a program that forks a service or its process for fits, so that neither has to import its modules."""
     return programs(fork_server(), {"python": []}, spawns="python") / "python"
 
 
@@ -29,7 +29,7 @@ class Server(server.Server):
     """A service in a separate process, which is forked unless it has several workers or another interpreter."""
 
     def start_process(self, python: str, arguments: list[str], environment: dict[str, str]) -> server.Process:
-        """Fork the service; a supervisor of several workers is started by the interpreter, as are its workers."""
+        """Fork the service, or start it with `python` if it needs several workers or another interpreter."""
         if python != PYTHON or arguments[-1] != "1":
             return super().start_process(python, arguments, environment)
         words = ["-m", "tula_service", *arguments]

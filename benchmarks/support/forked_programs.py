@@ -1,4 +1,4 @@
-"""Programs that replace an interpreter: each requests its process from a `ForkServer` instead of starting it.
+"""Creates programs that replace an interpreter and request their process from a `ForkServer` instead of starting it.
 
 While the forked process runs, the program represents it: the process uses the program's output, working directory,
 environment, namespaces and inherited files, and receives the program's signals. The program ends with the exit status

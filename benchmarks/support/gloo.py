@@ -1,4 +1,4 @@
-"""Helpers for scripts with several ranks: fork ranks, leave the process group safely, and print whole lines."""
+"""Defines helpers for scripts with several ranks: they fork ranks, leave the process group safely, and print lines."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def fork_ranks(
     master: str = "127.0.0.1",
     interface: str = "lo",
 ) -> None:
-    """Run `rank_main` as each rank, in forks of this process with its imported modules. Raises if a rank fails.
+    """Run `rank_main` as each rank, in forks of this process that keep its imported modules. Raises if a rank fails.
 
-    With `namespaces`, each rank represents a separate node. Rank i then enters the network namespace `namespaces`i, and
-    has priority over other programs (SCHED_RR), since on a real node it would not wait for a core. Without priority, a
-    small all-reduce of eight ranks takes ten times as long while two cores are busy.
+    With `namespaces`, each rank represents a separate node. Rank i then enters the network namespace with the name
+    `namespaces` followed by i, and has priority over other programs (SCHED_RR), since on a real node it would not wait
+    for a core. Without priority, a small all-reduce of eight ranks takes ten times as long while two cores are busy.
     """
     variables = {
         "WORLD_SIZE": str(world_size),
@@ -47,7 +47,7 @@ def _be_rank(rank: int, rank_main: Callable[[], None], variables: dict[str, str]
         try:
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
         except PermissionError:
-            print("Without CAP_SYS_NICE, ranks have no priority: small all-reduces take longer.", file=sys.stderr)
+            print("Without CAP_SYS_NICE, ranks have no priority, so small all-reduces take longer.", file=sys.stderr)
     os.environ |= variables | {"RANK": str(rank), "LOCAL_RANK": "0" if namespaces else str(rank)}
     torch.set_num_threads(1)
     rank_main()

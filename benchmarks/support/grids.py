@@ -29,7 +29,7 @@ STEP_TIME_TABLE, MEMORY_TABLE = DATA / "grids" / "step_time.csv", DATA / "grids"
 
 @dataclass(frozen=True, order=True, kw_only=True)
 class Placement(Configuration):
-    """A configuration whose ranks need not be spread evenly over its nodes (12 GPUs on 5 nodes)."""
+    """A configuration whose ranks need not be spread evenly over its nodes (for example, 12 GPUs on 5 nodes)."""
 
     ranks: int = 1
 
@@ -161,7 +161,7 @@ def end_launches(candidates: Sequence[Configuration]) -> list[Launch]:
 
 
 def middle_launch(candidates: Sequence[Configuration]) -> list[Launch]:
-    """Return the launch whose ranks are nearest to the geometric mean of the end launches' ranks, or an empty list."""
+    """Return the launch with a number of ranks nearest to the geometric mean of the end launches, or an empty list."""
     ends = end_launches(candidates)
     rest = find_launches(candidates) - set(ends)
     centre = math.prod(launch.world_size for launch in ends) ** (1.0 / len(ends))
@@ -200,8 +200,8 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 def drawn_workloads(count: int) -> list[Workload]:
     """Return workloads drawn from the model's own prior, with which a design can be evaluated without measured tables.
 
-    They have up to 8 ranks per node, up to 16 nodes and five batches; one workload in three accumulates up to 8
-    micro-steps. Each workload reports the split of its steps, with the error of timed phases. Workloads of the grid
+    The workloads have up to 8 ranks per node, up to 16 nodes and five batches; one workload in three accumulates up to
+    8 micro-steps. Each workload reports the split of its steps, with the error of timed phases. Workloads of the grid
     `hard` deviate from the model's form.
     """
     prior, workloads = generic_prior(), []
@@ -264,7 +264,7 @@ def workloads_parser(name: str, description: str | None) -> argparse.ArgumentPar
         type=Path,
         action="append",
         default=[],
-        help="table of a source with sync_time_s (default: those in the folder steptime next to the grids' folder)",
+        help="table of a source with sync_time_s (default: all tables in the folder steptime next to the grids)",
     )
     parser.add_argument("--only", action="append", default=[], help="use only workloads of this source (repeatable)")
     parser.add_argument("--without", action="append", default=[], help="exclude workloads of this source (repeatable)")

@@ -48,7 +48,7 @@ class Load:
         return self.requests is not None or self.warmup_s <= at_s < self.warmup_s + self.measure_s
 
     def goes_on(self, at_s: float, answers: int) -> bool:
-        """Return True if a process should send more requests after these seconds and counted responses."""
+        """Return True if a process should send more requests after `at_s` seconds and `answers` counted responses."""
         return at_s < self.warmup_s + self.measure_s if self.requests is None else answers < self.requests
 
 

@@ -1,4 +1,4 @@
-"""A real Postgres server for tests, with a database for each test."""
+"""Runs a real Postgres server for tests, with a database for each test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Residual networks (He et al. 2016): ResNet-18 and ResNet-50."""
+"""Defines the residual networks ResNet-18 and ResNet-50 (He et al. 2016)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated agents that send batches and chunks repeatedly, and assertions about the rows that must be stored."""
+"""Simulates agents that repeat requests until they are acknowledged, and asserts which rows must be stored."""
 
 from __future__ import annotations
 

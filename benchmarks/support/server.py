@@ -118,7 +118,7 @@ class Server:
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run one of the service's commands and wait until it ends."""
+    """Run one of the service's commands, and return its output and exit status when it ends."""
     return subprocess.run(
         [sys.executable, "-m", "tula_service", *arguments],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""A server for benchmarks of the agent alone, which accepts everything that agents send and stores nothing."""
+"""Defines a server for benchmarks of the agent alone, which accepts everything that agents send."""
 
 from __future__ import annotations
 

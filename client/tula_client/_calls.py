@@ -116,7 +116,7 @@ def _endpoint(
 def _request(method: str, route: str, arguments: Mapping[str, Any], *, idempotent: bool = False) -> Request:
     """Build the request for `route`, quoting each path argument so that it remains a single segment.
 
-    Every method except POST is treated as idempotent; PATCH is too, since it sets absolute values.
+    Every method except POST is treated as idempotent, including PATCH, since a patch sets absolute values.
     """
     path: dict[str, str] = {}
     query: list[tuple[str, str]] = []
@@ -284,7 +284,7 @@ class Calls(Unsent):
 
     @_endpoint("GET", routes.RUN_VERDICT)
     def verdict(self, run_id: str) -> Call[wire.Verdict]:
-        """Return the verdict on a run: what limits its speed, the evidence, and a next step with its saving."""
+        """Return the verdict on a run: what limits the run's speed, the evidence, and what to do next."""
 
     @_endpoint("PATCH", routes.RUN)
     def patch_run(self, run_id: str, patch: wire.RunPatch) -> Call[wire.Run]:

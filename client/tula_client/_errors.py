@@ -1,6 +1,7 @@
-"""Exceptions of the client. Each message is one sentence; each type of problem document (RFC 9457) has its own class.
+"""Defines the exceptions of the client, with one class for each type of problem document (RFC 9457).
 
-If an exception ends a `tula` command, the command exits with the code in the exception's `exit_code`.
+The message of each exception is one sentence. If an exception ends a `tula` command, the command exits with the code in
+the exception's `exit_code`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Operations that need several calls, written as generators that yield calls and receive the responses.
+"""Defines operations that need several calls, as generators that yield calls and receive the responses.
 
 The module also builds tables and charts. Its only I/O is to write files that the user named.
 """
@@ -185,7 +185,7 @@ def _rows(models: Iterable[BaseModel]) -> list[Row]:
 
 
 def roles(candidate: Candidate, recommendation: Recommendation) -> dict[str, bool]:
-    """Return the roles of a candidate in the recommendation, such as the chosen candidate or the knee."""
+    """Return, for each role in a recommendation such as `chosen` or `knee`, whether the candidate has that role."""
 
     def is_same(other: Candidate | None) -> bool:
         return other is not None and (other.configuration, other.spot) == (candidate.configuration, candidate.spot)
@@ -199,7 +199,10 @@ def roles(candidate: Candidate, recommendation: Recommendation) -> dict[str, boo
 
 
 def _row(kind: type[BaseModel], model: BaseModel | None) -> Row:
-    """Return one or more columns for each field of `kind`, with the values of `model`, or None if `model` is None."""
+    """Return one or more columns for each field of `kind`, with the values of `model`.
+
+    If `model` is None, every value is None.
+    """
     row: Row = {}
     for name, field in kind.model_fields.items():
         value = getattr(model, name, None)

@@ -87,7 +87,7 @@ class Question(Protocol[T_co]):
     """A call or a flow."""
 
     def __iter__(self) -> Flow[T_co]:
-        """Return this call or flow as a flow."""
+        """Return a generator that yields the calls and returns the result."""
         ...
 
 
@@ -106,8 +106,8 @@ class Unsent:
 class Method(Generic[P, T]):
     """A method for both kinds of client, defined once: it sends the call or flow that `build` returns.
 
-    The method's owner is a client or has one in `client`. The first argument of `build` is the owner, or the owner's
-    attribute named `attribute` if that is given.
+    The method's owner is either a client or an object with a client in its attribute `client`. The first argument of
+    `build` is the owner or, if `attribute` is given, the owner's attribute of that name.
     """
 
     def __init__(self, build: Callable[Concatenate[Any, P], Question[T]], attribute: str = "") -> None:
@@ -137,7 +137,7 @@ class Method(Generic[P, T]):
         return function if owner is None else types.MethodType(function, owner)
 
     def _function(self, kind: type) -> Any:
-        """Return the function that class `kind` has under this method's name; its first argument is the instance."""
+        """Return the function that implements this method in class `kind`; it takes the instance as first argument."""
         if not issubclass(kind, (Blocking, Awaited)):
             return self.build
 

@@ -1,4 +1,4 @@
-"""The contract between service, agent and client: models of all request and response bodies, and all route paths."""
+"""Defines the API that service, agent and client share: models of request and response bodies, and route paths."""
 
 from tula_wire import routes
 from tula_wire._base import WireModel, read

@@ -1,4 +1,4 @@
-"""Base class and field types that all wire models share."""
+"""Defines the base class and field types that all wire models share."""
 
 from __future__ import annotations
 

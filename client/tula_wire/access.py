@@ -1,4 +1,4 @@
-"""Models of tokens and projects, which control access to the service."""
+"""Defines models of tokens and projects, which control access to the service."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TokenCreate(WireModel):
     The scope `agent` requires `job_id`, the scopes `read` and `user` accept `project`, and `admin` accepts neither.
     """
 
-    name: Name = Field(description="The purpose of the token, which lists of tokens show.")
+    name: Name = Field(description="The purpose of the token, which is shown in lists of tokens.")
     scope: Scope = Field(
         description=(
             "`agent` may report measurements of one job, `read` may read one project but change nothing, `user` may "

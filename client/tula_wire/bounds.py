@@ -1,4 +1,4 @@
-"""Physical bounds of wire values; both sides reject a value outside its bounds as a mistake or a forgery."""
+"""Defines physical bounds of values in the API; a value outside its bounds is an error or a forgery and is rejected."""
 
 from __future__ import annotations
 

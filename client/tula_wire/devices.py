@@ -1,4 +1,4 @@
-"""Data on common accelerators by name: peak arithmetic by precision, memory bandwidth and capacity.
+"""Lists common accelerators with their peak speed at each precision, memory bandwidth and memory capacity.
 
 All peaks are for dense matrices; half precision on tensor cores accumulates in single precision. The figures were
 written down from memory, and each entry names the document to check before you rely on a figure.
@@ -17,9 +17,9 @@ PROCESSOR: Final = "CPU"
 class Device:
     """The peak speeds and memory of an accelerator, and the document that states these figures.
 
-    `peak`, which applies to a job without a precision, `fp32`, `tf32` and `fp16` are in teraflop per second; None means
-    that the device does not support the precision. bf16 is as fast as fp16 on devices that support tf32, and
-    unsupported on all others. The capacities are the memory sizes, in GiB, in which the device is sold.
+    The speeds `peak`, `fp32`, `tf32` and `fp16` are in TFLOP/s, and None if the device does not support the
+    precision. `peak` applies to a job without a precision. bf16 is as fast as fp16 on devices that support tf32, and is
+    not supported by other devices. The capacities are the memory sizes, in GiB, in which the device is sold.
     """
 
     peak: float
@@ -32,7 +32,7 @@ class Device:
 
     @property
     def tflops(self) -> dict[str, float | None]:
-        """Return the peak at each precision in teraflop per second, with None for each unsupported precision."""
+        """Return the peak at each precision in TFLOP/s, with None for each unsupported precision."""
         half = self.fp16 if self.tf32 is not None else None
         return {"fp32": self.fp32, "tf32": self.tf32, "bf16": half, "fp16": self.fp16}
 
@@ -40,8 +40,8 @@ class Device:
 DEVICES: Final = {
     "K80": Device(4.1, 4.1, None, None, 240, (12,), "NVIDIA Tesla K80 board specification, one of its two GPUs"),
     "TITANXMAXWELL": Device(6.7, 6.7, None, None, 336, (12,), "NVIDIA GeForce GTX Titan X specifications"),
-    "1080": Device(8.9, 8.9, None, 8.9, 320, (8,), "NVIDIA GeForce GTX 1080 white paper; fp16 is stored, not computed"),
-    "1080TI": Device(11.3, 11.3, None, 11.3, 484, (11,), "NVIDIA GeForce GTX 1080 Ti; fp16 is stored, not computed"),
+    "1080": Device(8.9, 8.9, None, 8.9, 320, (8,), "NVIDIA GeForce GTX 1080 white paper; fp16 for storage only"),
+    "1080TI": Device(11.3, 11.3, None, 11.3, 484, (11,), "NVIDIA GeForce GTX 1080 Ti; fp16 for storage only"),
     "P100": Device(9.3, 9.3, None, 18.7, 732, (12, 16), "NVIDIA Tesla P100 PCIe data sheet"),
     "V100": Device(15.7, 15.7, None, 125, 900, (16, 32), "NVIDIA V100 SXM2 data sheet"),
     "T4": Device(8.1, 8.1, None, 65, 320, (16,), "NVIDIA T4 data sheet"),

@@ -1,4 +1,4 @@
-"""The enumerations that service, agent and client share, as literal types."""
+"""Defines the enumerations that service, agent and client share, as literal types."""
 
 from __future__ import annotations
 

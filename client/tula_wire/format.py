@@ -1,4 +1,4 @@
-"""Pure functions that format numbers and configurations for people, in the terminal, on web pages and in sentences."""
+"""Formats numbers and configurations for people, in the terminal, on web pages and in sentences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model of the facts that a rank reports about its script and host."""
+"""Defines the model of the facts that a rank reports about its script and host."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ class HostFacts(WireModel):
     with options; they may differ from the options' values.
     """
 
-    loader_workers: Annotated[int, Field(ge=0, le=2**16)] | None = optional("`num_workers` of the training's loader.")
+    loader_workers: Annotated[int, Field(ge=0, le=2**16)] | None = optional("`num_workers` of the training DataLoader.")
     cores: Annotated[int, Field(ge=1, le=2**16)] | None = optional("CPU cores that only this rank may use.")
     operations: Annotated[int, Field(ge=1, le=2**31)] | None = optional(
-        "Number of nodes in a step's autograd graphs, which are the operations of the step without the optimizer's."
+        "Number of nodes in a step's autograd graphs, which represent all operations except those of the optimizer."
     )
-    launch_time_s: Seconds | None = optional("Seconds needed to start one such operation, forward and backward.")
+    launch_time_s: Seconds | None = optional(
+        "Seconds needed to launch one of these operations, for the forward and backward pass together."
+    )
     precision: Name | None = optional("Data types in which the forward pass computed, such as `bfloat16`.")
     compiled: bool | None = optional("Whether any model is compiled.")
     checkpointing: bool | None = optional("Whether the backward pass recomputed parts of the forward pass.")

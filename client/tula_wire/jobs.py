@@ -1,4 +1,4 @@
-"""Models of a job: the specification that a user registers, its runs, predictions, recommendations and events."""
+"""Defines models of jobs: a job's specification, runs, predictions, recommendations and events."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Instruction(WireModel):
     )
     precision: Share = Field(description="Relative error of the step time at which the run may end early.")
     probe_s: Annotated[float, Field(ge=0, le=60)] = Field(
-        0.0, description="Seconds for which the ranks time all-reduces, unless a probe has as many ranks; 0 for none."
+        0.0, description="Seconds that the ranks spend timing all-reduces; 0 if they need not time any."
     )
 
 
@@ -74,7 +74,7 @@ class Run(WireModel):
     finished_at: Timestamp | None = optional("When the run reached a final state.")
     lease_expires_at: Timestamp | None = optional("When the run's lease expires, unless it is renewed.")
     lease: int = Field(
-        0, description="Number of the run's lease, which agents send; it increases when the holder may change."
+        0, description="Number of the run's lease, which agents send; each new lease has a higher number."
     )
     num_samples: int = Field(0, description="Number of stored samples.")
     num_steps: int | None = optional("Number of measured steps, without warm-up.")
@@ -145,7 +145,7 @@ class RunCreate(WireModel):
 
 
 class RunPatch(WireModel):
-    """A change of a run's state; `running` renews the lease, and a final state ends the run."""
+    """A change to a run's state; `running` renews the lease, and a final state ends the run."""
 
     state: RunState = Field(description="The new state.")
     message: Message | None = optional("Why the run failed, in one sentence.")
@@ -247,7 +247,7 @@ class MenuPoint(WireModel):
 
 
 class Quality(WireModel):
-    """Whether the chosen batch is expected to keep the accuracy of the base batch, at which the rate was tuned."""
+    """Whether the chosen batch is expected to keep the accuracy of the base batch, for which the rate was tuned."""
 
     kept: bool = Field(
         description="True if most comparable training runs lost at most one point; false if the accuracy is at risk."
@@ -282,7 +282,7 @@ class OptionEffect(WireModel):
     most_gain: float | None = optional(
         "Maximum share of the recommendation's time or cost (0.01 is 1 %) that a value without a launch could save."
     )
-    left_out: str | None = optional("Why no candidate has this value, in one sentence, if no launch with it succeeded.")
+    left_out: str | None = optional("If no launch with this value succeeded, why no candidate has it, in one sentence.")
     sentence: str = Field(description="The effect of the value, in words.")
 
 
@@ -326,7 +326,7 @@ class Recommendation(WireModel):
     why: str = Field(description="The reason for the choice, the runner-up, and the candidates that limits excluded.")
     scaling_rule: ScalingRule | None = optional(
         "How to adapt the learning rate of the smallest global batch: with `gain`, let `TulaOptimizer` scale the rate "
-        "by the noise scale; null if nothing or that batch is chosen, or if no experiment covers the optimizer."
+        "by the noise scale; null if no larger batch is chosen, or if no experiment covers the optimizer."
     )
     candidates: list[Candidate] = Field(description="All candidates, including those that a limit excludes.")
     frontier: list[Configuration] = Field(description="The candidates that are not dominated in time and cost.")
@@ -447,9 +447,7 @@ class ModelSpec(WireModel):
     name: Name = Field(description="Name of the network; jobs with the same name and device share measurements.")
     parameters: Annotated[int, Field(ge=1, le=2**50)] | None = optional("Number of trainable parameters.")
     flops_per_sample: Positive | None = optional("Floating-point operations per example, forward and backward.")
-    precision: Precision | None = optional(
-        "Precision of most arithmetic; `bf16` or `fp16` also if it is mixed with `fp32`."
-    )
+    precision: Precision | None = optional("Precision of most arithmetic; for mixed precision, state `bf16` or `fp16`.")
     activation_bytes_per_sample: Bytes | None = optional(
         "Bytes of activations that each additional example needs at the peak of a step; the service rejects 0."
     )
@@ -464,11 +462,11 @@ class ModelSpec(WireModel):
         "precision on GPUs must convert; 0 with channels-last memory."
     )
     reserved_ratio: Annotated[float, Field(ge=1, le=10)] | None = optional(
-        "Ratio of memory that the caching allocator reserves on a full device to allocated memory, which "
-        "`estimate_memory` computes."
+        "Ratio of reserved to allocated memory when the caching allocator has filled the device; `estimate_memory` "
+        "computes it."
     )
     tokens_per_example: Annotated[float, Field(ge=1, le=1e12)] | None = optional(
-        "Tokens per example, as the mean if lengths differ; null for the length that the agent observes."
+        "Tokens per example, or the mean if lengths differ; null to use the number that the agent observes."
     )
     activation_checkpointing: bool = Field(
         False,
@@ -479,9 +477,13 @@ class ModelSpec(WireModel):
         description="What is sharded across the ranks: `zero1` the optimizer state, `zero2` also the gradients, "
         "`zero3` also the parameters (FSDP).",
     )
-    pipeline_stages: Count = Field(1, description="Number of pipeline stages; with several, a rank is a whole replica.")
+    pipeline_stages: Count = Field(
+        1, description="Number of pipeline stages; if there are several, each rank of the job is a whole replica."
+    )
     tensor_parallel_size: Count = Field(
-        1, description="Number of devices that share each layer; with several, a rank is a whole replica."
+        1,
+        description="Number of devices that share each layer; if there are several, each rank of the job is a whole "
+        "replica.",
     )
     micro_batch_size: Count | None = optional("Number of examples that a pipeline stage processes at a time.")
     optimizer: Optimizer = Field(
@@ -613,7 +615,7 @@ class ProfilingSpec(WireModel):
         "`max_runs` counts launches; if false, each launch measures one batch.",
     )
     max_runs: Count | None = optional(
-        "Maximum number of launches (of runs, without `share_launches`); null to let the planner decide."
+        "Maximum number of launches, or of runs if `share_launches` is false; null to let the planner decide."
     )
     max_gpu_seconds: Positive | None = optional(
         "Maximum profiling time in seconds, summed over all ranks; null for no limit."
@@ -711,7 +713,7 @@ class JobSpec(WireModel):
 
 
 class JobPatch(WireModel):
-    """A change of a registered job; omitted fields keep their values."""
+    """A change to a registered job; omitted fields keep their values."""
 
     objective: Objective | None = optional("The new objective.")
     usd_per_hour_of_waiting: Annotated[UsdPerHour, Field(gt=0)] | None = optional(
@@ -758,7 +760,7 @@ class JobPage(WireModel):
     """One page of jobs; `next_cursor` is None on the last page."""
 
     jobs: list[JobSummary] = Field(description="Jobs, newest first.")
-    total: int = Field(description=f"Number of matching jobs; {JOBS_COUNTED:,} means that there are at least as many.")
+    total: int = Field(description=f"Number of matching jobs; {JOBS_COUNTED:,} means that there may be more.")
     next_cursor: str | None = optional("The `cursor` of the next page; null on the last page.")
 
 
@@ -806,7 +808,7 @@ class JobCreated(WireModel):
 
 
 class Event(WireModel):
-    """A change of a job; ids increase, so that a reader can resume after the last event that it received."""
+    """A change to a job; ids increase, so that a reader can resume after the last event that it received."""
 
     id: int = Field(description="Increasing position of the event in the job's stream of events.")
     kind: EventKind = Field(description="What changed.")

@@ -1,4 +1,4 @@
-"""The model of a rank's memory as a run reports it; the formula is in `memory.py`, which does not need Pydantic."""
+"""Defines the model of the memory that a rank reports; the formula is in `memory.py`, which does not need Pydantic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of a job: placeholders of its launch command that have several values to try, such as the precision.
+"""Defines a job's options, which are placeholders in the launch command with several values to try.
 
 The first value of an option is its base value, with which the script runs today. A configuration has one value for each
 option of its job. The canonical form, which `complete` returns, is a tuple of name and value pairs sorted by name. On

@@ -1,4 +1,4 @@
-"""Models of errors as RFC 9457 problem documents with stable type names, and remedies for invalid input."""
+"""Defines error responses as RFC 9457 problem documents with stable type names, and remedies for invalid input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pure functions that compute how long to wait before a retry; the time and the random number are arguments."""
+"""Computes how long to wait before a retry, with the time and the random number as arguments."""
 
 from __future__ import annotations
 

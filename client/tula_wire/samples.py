@@ -1,4 +1,4 @@
-"""Models of what runs and probes measure: all-reduces, columns of step samples, and series by step (telemetry)."""
+"""Defines models of measurements: all-reduces, columns of step samples, and series by step (telemetry)."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class Fabric(WireModel):
     in_node: AllReduceCost | None = optional("Cost of an all-reduce within one node, if it was measured separately.")
     created_at: Timestamp = Field(description="When the probe was stored (RFC 3339, with time zone).")
     job_id: str | None = optional(
-        "The job whose run took the probe, which other jobs use only once a probe of theirs agrees; null if a user "
-        "sent the probe."
+        "The job that ran the probe, or null if a user sent the probe. Any other job uses the probe only if a probe "
+        "from a third job agrees with it."
     )
 
 
@@ -150,7 +150,7 @@ class SampleBatch(WireModel):
     """
 
     rank: Rank = Field(description="Global rank of the process.")
-    boot_id: Name = Field(description="Random id of this start of the process, so that a restart does not collide.")
+    boot_id: Name = Field(description="Random id of the process, which is different after a restart.")
     world_size: Count | None = optional("World size that the process observed.")
     local_batch_size: Count | None = optional("Local batch that the process observed, which may differ from the plan.")
     grad_accum_steps: Count | None = optional("Micro-steps per optimizer step that the process observed.")
@@ -176,7 +176,7 @@ class SampleBatch(WireModel):
     exposed_comm_time_s: Times = optional("Seconds of communication not hidden behind compute.")
     input_time_s: Times = optional("Seconds spent waiting for data.")
     optimizer_time_s: Times = optional(
-        "Seconds of the optimizer, which steps once per row for any number of micro-steps."
+        "Seconds of the optimizer, which takes one step per row regardless of the number of micro-steps."
     )
     skew_s: Times = optional("Seconds spent waiting for the slowest rank.")
     straggler_rank: Column[Rank | None] | None = optional("The slowest rank, if one stands out.")
@@ -194,7 +194,7 @@ class SamplesAccepted(WireModel):
     duplicates: int = Field(description="Number of samples that had already been stored.")
     stop: bool = Field(
         False,
-        description="Whether to end the run, because it is over or has measured enough steps or precisely enough.",
+        description="Whether to end the run, since it is over, has enough steps, or has a precise enough step time.",
     )
     run_ended: bool = Field(False, description="Whether the run was cancelled or has ended in another way.")
     reason: str | None = optional("Why the run should stop, in one sentence.")
@@ -241,7 +241,7 @@ class ChunkIdentity(WireModel):
     """The fields that identify a chunk; a second chunk with the same identity is a duplicate."""
 
     rank: Rank = Field(0, description="Global rank of the process.")
-    boot_id: Name = Field(description="Random id of this start of the process, so that a restart does not collide.")
+    boot_id: Name = Field(description="Random id of the process, which is different after a restart.")
     sequence: Number = Field(
         description="Number of the chunk within this process, which identifies a chunk that is sent again."
     )

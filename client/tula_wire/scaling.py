@@ -1,4 +1,4 @@
-"""Models of the gradient-scaling values that users set for a job and a policy, and that agents read."""
+"""Defines models of the gradient-scaling values that users set for a job and a policy, and that agents read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Factor = Annotated[float, Field(ge=MIN_FACTOR, le=MAX_FACTOR)]
 
 
 class ScalingPatch(WireModel):
-    """A user's change of one policy's values; omitted fields keep their values, and null lets the script decide.
+    """A user's change to one policy's values; omitted fields keep their values, and null lets the script decide.
 
     Agents use only those values that their scripts do not pass explicitly.
     """
@@ -27,7 +27,12 @@ class ScalingPatch(WireModel):
 
 
 class ScalingThresholds(ScalingPatch):
-    """The values of one policy; the training script sets null values itself, and may override other values."""
+    """The values of one policy; the training script decides those that are null, and may override the others."""
 
-    version: int = Field(1, ge=0, le=MAX_NUMBER, description="Increases with every change, and is also the ETag.")
+    version: int = Field(
+        1,
+        ge=0,
+        le=MAX_NUMBER,
+        description="Version of the values, which increases with every change and is also the ETag.",
+    )
     policy: ScalingPolicy = Field("gain", description="The policy to which the values belong.")

@@ -1,4 +1,4 @@
-"""Computes the verdict on a run: a diagnosis, its evidence, and a next step with its saving.
+"""Computes the verdict on a run: a diagnosis, the evidence, and a next step with the share of time that it saves.
 
 Agent and service use the same rules. The module is pure arithmetic on measured steps without numpy, so that the agent
 can use it in any environment.
@@ -63,7 +63,7 @@ BLOCKS: Final = 10
 
 
 class Verdict(WireModel):
-    """A diagnosis of a run, its evidence, and the next step with its saving."""
+    """A diagnosis of a run, the evidence, and the next step with the share of time that it saves."""
 
     diagnosis: Diagnosis = Field(
         description="What limits the run's speed; `healthy` if no single cause is worth a change, `unknown` if there "
@@ -309,8 +309,8 @@ def _verdict(
 def _share(part_s: Sequence[float | None], step_time_s: Sequence[float]) -> Estimate | None:
     """Return the share of the step time that a part takes, or None if too few steps have a measurement of the part.
 
-    The interval is that of a ratio estimator: it follows from how much the part's time minus its expected share of the
-    step time varies between blocks of steps.
+    The interval is that of a ratio estimator, computed from how much the residuals of blocks of steps vary. A residual
+    is the mean time of the part minus `share` times the mean step time.
     """
     measured = [(part, whole) for part, whole in zip(part_s, step_time_s, strict=True) if part is not None]
     if len(measured) < FEWEST_SPLIT:
@@ -326,7 +326,10 @@ def _share(part_s: Sequence[float | None], step_time_s: Sequence[float]) -> Esti
 
 
 def _fast_compute_s(steps: Steps) -> float:
-    """Return the compute time of a fast step, since the launch time is also the fastest of several measurements."""
+    """Return the compute time of a fast step.
+
+    It is compared with the launch time, which is also the fastest of several measurements.
+    """
     rows = zip(steps.step_time_s, steps.input_time_s, steps.exposed_comm_time_s, steps.skew_s, strict=True)
     compute = [t - (data or 0.0) - comm - (skew or 0.0) for t, data, comm, skew in rows if comm is not None]
     return max(1e-9, quantiles(compute, n=10)[0])

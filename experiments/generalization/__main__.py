@@ -1,4 +1,4 @@
-"""Command line: python -m experiments.generalization --quick|--full|--gpu|--development [--smoke] [--json FILE]."""
+"""Runs one mode: python -m experiments.generalization --quick|--full|--gpu|--development [--smoke] [--json FILE]."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--runs", type=Path, metavar="FILE", help="store the result of each run in FILE, and skip runs that are in FILE"
     )
-    parser.add_argument("--seeds", type=int, metavar="N", help="number of seeds (default: that of the mode)")
+    parser.add_argument("--seeds", type=int, metavar="N", help="number of seeds (default: as in the mode)")
     parser.add_argument("--only", metavar="METHODS", help="run only these methods, separated by |, and write no report")
     parser.add_argument("--workers", type=int, default=1, help="number of concurrent training runs (1)")
     parser.add_argument(

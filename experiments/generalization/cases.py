@@ -1,4 +1,4 @@
-"""The cases to train (data set, network, large batch) and the modes (which cases, how many seeds and epochs)."""
+"""Defines the cases (data set, network, large batch) and the modes (which cases, how many seeds and epochs)."""
 
 from __future__ import annotations
 

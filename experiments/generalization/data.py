@@ -1,4 +1,4 @@
-"""Data sets that need no download: scikit-learn's digits, glyphs from Pillow, textured shapes, and source code."""
+"""Builds data sets without a download: scikit-learn's digits, glyphs from Pillow, textured shapes, and source code."""
 
 from __future__ import annotations
 

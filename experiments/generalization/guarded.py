@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--runs",
         type=Path,
         metavar="FILE",
-        help="store runs in FILE, and skip those it contains, even if from --quick; other epochs have separate files",
+        help="store runs in FILE, and skip stored runs (also those of --quick); other --epochs use separate files",
     )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, nargs="+", default=[30])

@@ -1,4 +1,4 @@
-"""The methods to compare, each of which adapts SGD or AdamW at the base learning rate to the large batch."""
+"""Defines the methods to compare, each of which adapts SGD or AdamW at the base learning rate to the large batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Method:
     `ablation`.
     `options` are keyword arguments of the optimizer.
     `tuned_as` is the name of the small-batch method whose base rate is used.
-    `rate_factor` is the factor on the learning rate after the warm-up, or a rule for this factor: `linear` is B / base
+    `rate_factor` multiplies the learning rate after the warm-up, and is a number or a rule: `linear` is B / base
     (Goyal et al. 2017), and `root` is its square root (Krizhevsky 2014).
     With `malladi`, Adam's betas depend on the batch: 1 - beta is multiplied by B / base (Malladi et al. 2022).
     `published_rate` is the method's published base rate, if this is used instead of a tuned one.

@@ -1,4 +1,4 @@
-"""The networks of the experiment: small convolutional networks with and without normalization, and a transformer."""
+"""Defines the networks: small convolutional networks with and without normalization, and a transformer."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _METHODS = ("LBT", "AGS", "Tula default")
 
 
 def compare(case: Case, mode: Mode, learning_rate: float) -> dict[str, float]:
-    """Train with `case.world_size` gloo processes; return mean test accuracies, and 1.0 if the ranks' weights are
+    """Train with `case.world_size` gloo processes; return mean test accuracies, and whether the ranks' weights are
     equal.
     """
     request = {"case": vars(case), "epochs": mode.epochs, "num_train": mode.num_train, "rate": learning_rate}

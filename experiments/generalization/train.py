@@ -24,8 +24,8 @@ from tula_agent.scaling import TulaOptimizer
 class Result:
     """The accuracies of the last epoch in percent, and figures for the whole run.
 
-    `variability` is the median of equation 5, `scale` is the mean factor, and `scaled_share` is the share of steps that
-    a sensitivity gate allowed to be scaled.
+    `variability` is the median of equation 5, `scale` is the mean factor, and `scaled_share` is the share of steps in
+    which a sensitivity gate allowed scaling.
     """
 
     case: str

@@ -1,7 +1,8 @@
 """Creates the first schema.
 
 Until the first release, schema changes edit this file, `tula_service/store/tables.py` (a test checks that both agree)
-and the dump that `python -m tests.service.store.make_asset` writes. After it, each schema change gets a new migration.
+and the dump that `python -m tests.service.store.make_asset` writes. After the first release, each schema change gets a
+new migration.
 
 Revision ID: 0001
 """

@@ -1,4 +1,4 @@
-"""The model service, which stores measurements, fits step-time and memory models, and recommends configurations."""
+"""Implements the service, which stores measurements, fits models of time and memory, and recommends configurations."""
 
 from importlib.metadata import PackageNotFoundError, version
 

@@ -1,4 +1,4 @@
-"""The commands of the service: `tula serve`, `tula migrate`, `tula token` and `tula prune`."""
+"""Defines the commands of the service: `tula serve`, `tula migrate`, `tula token` and `tula prune`."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def token_revoke(token_id: str, database: _Database = None, as_json: _Json = Fal
 def _opened(
     database: str | None, *, migrate: bool = False, create: bool = False, **flags: Any
 ) -> Iterator[tuple[Settings, Store]]:
-    """Yield settings and store; with `migrate`, upgrade the schema; with `create`, create it in an empty database.
+    """Yield settings and store; `migrate` upgrades the schema first, and `create` creates it in an empty database.
 
     If a ServiceError or SettingsError is raised here or in the caller's block, print it and exit with code 2.
     """
@@ -225,7 +225,7 @@ def _refuse_strangers_without_a_token(settings: Settings, store: Store) -> None:
 
 
 def _dashboard(settings: Settings) -> str:
-    """Return the dashboard's address; if uvicorn selects a free port, refer to uvicorn's log line instead."""
+    """Return the dashboard's address or, if uvicorn selects a free port, a reference to uvicorn's log line."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return f"http://{host}:{settings.port}/" if settings.port else "on the port that the next line shows"
 

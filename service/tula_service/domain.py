@@ -1,4 +1,4 @@
-"""The types that `store`, `perfmodel` and `usecases` share, as frozen dataclasses; times are timezone-aware UTC.
+"""Defines the types that `store`, `perfmodel` and `usecases` share as frozen dataclasses, with times in UTC.
 
 Some of these types describe stored data for which `tula_wire` has no model.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ServiceError(Exception):
-    """The base class of errors with a message for the user, which states fault and remedy in one sentence."""
+    """The base class of errors with a message for the user, which states the fault and the remedy in one sentence."""
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ class NotFound(ServiceError):
 
 
 class Conflict(ServiceError):
-    """The request is valid but conflicts with the object's state, which may be final, for example."""
+    """The request is valid but conflicts with the object's state, for example because the state is final."""
 
 
 class Unauthenticated(ServiceError):

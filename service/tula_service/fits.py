@@ -73,7 +73,9 @@ class Fits:
             self._drop()
             remedy = "allow the service one more process per worker, and restart it"
             _LOG.warning(
-                "The process for fits could not be started (%s), so fits will slow down requests: %s.", error, remedy
+                "The process that computes fits could not be started (%s), so fits will slow down requests: %s.",
+                error,
+                remedy,
             )
         return self._ready
 
@@ -123,8 +125,8 @@ class Fits:
             except BrokenProcessPool:
                 self._drop()
         raise Busy(
-            "The process for fits cannot start or ended twice, perhaps because of too little memory: retry, or give "
-            "the service more memory.",
+            "The process that computes fits failed twice, perhaps because of too little memory: retry, or give the "
+            "service more memory.",
             retry_after_s=5.0,
         )
 

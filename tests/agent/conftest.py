@@ -1,4 +1,4 @@
-"""A sink for what agents send, and training scripts as real processes."""
+"""Provides a server that receives what agents send, and runs training scripts as real processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PATIENCE_S = 120.0
 
 @pytest.fixture
 def sink() -> Iterator[Sink]:
-    """A service that takes everything, until its `behaviour` is changed."""
+    """Start a service that accepts everything until a test changes its `behaviour`."""
     made = Sink()
     server = start(made)
     yield made
@@ -37,7 +37,7 @@ def sink() -> Iterator[Sink]:
 
 @pytest.fixture
 def environment(sink: Sink, tmp_path: Path) -> dict[str, str]:
-    """What a launcher would set for one run that reports to `sink`."""
+    """Return the environment that a launcher would set for one run that reports to `sink`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
     return kept | {
         "TULA_URL": sink.url,
@@ -51,9 +51,10 @@ def environment(sink: Sink, tmp_path: Path) -> dict[str, str]:
 
 @dataclass
 class Done:
-    """How a process ended: its exit status as `subprocess` has it, and what it printed.
+    """The exit status of a process, as `subprocess` reports it, and its output.
 
-    Of several ranks the outputs follow each other; `codes` are the exit statuses by rank.
+    With several ranks, `stdout` and `stderr` contain the outputs of all ranks in order; `codes` has one exit status per
+    rank.
     """
 
     returncode: int
@@ -62,14 +63,14 @@ class Done:
     codes: list[int] = field(default_factory=list)
 
     def printed(self, word: str) -> list[str]:
-        """Lines of the output that begin with `word`."""
+        """Return the lines of the output that begin with `word`."""
         return [line for line in self.stdout.splitlines() if line.startswith(word)]
 
 
 def run_script(forks: ForkServer, argv: list[str], env: dict[str, str], folder: Path, ranks: int = 0) -> Done:
-    """Run a script in a new process, or in several as ranks that meet as under torchrun; its output files in `folder`.
+    """Run a script in one process, or in several ranks that meet as under torchrun; write their output to `folder`.
 
-    What hangs is killed, so that one test fails and not all that follow.
+    A process that hangs is killed, so that it fails only one test and not all later ones.
     """
     files = [(folder / f"stdout{rank}", folder / f"stderr{rank}") for rank in range(ranks or 1)]
     for path in (path for pair in files for path in pair):
@@ -89,7 +90,7 @@ def run_script(forks: ForkServer, argv: list[str], env: dict[str, str], folder: 
 
 @pytest.fixture(scope="session")
 def forks() -> ForkServer:
-    """What forks scripts: one for all tests, since importing torch takes seconds."""
+    """Return the fork server for scripts; all tests share it, since importing torch takes seconds."""
     return fork_server()
 
 
@@ -102,7 +103,7 @@ def framework_fork_server() -> ForkServer:
 
 
 def places_of(ranks: int) -> list[dict[str, str]]:
-    """What torchrun would set for each of `ranks` processes on this machine."""
+    """Return the variables that torchrun would set for each of `ranks` processes on this machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -120,7 +121,7 @@ Launch = Callable[..., Done]
 
 @pytest.fixture
 def launch(environment: dict[str, str], forks: ForkServer, tmp_path: Path) -> Launch:
-    """Run a script of `scripts/` in a new process, or in several as ranks; returns its output."""
+    """Return a function that runs a script of `scripts/` as one process or as several ranks, and returns its output."""
 
     def run(name: str, *arguments: str, ranks: int = 0, expect: int | None = 0, **variables: str) -> Done:
         done = run_script(forks, [str(SCRIPTS / name), *arguments], environment | variables, tmp_path, ranks)
@@ -133,7 +134,7 @@ def launch(environment: dict[str, str], forks: ForkServer, tmp_path: Path) -> La
 
 @pytest.fixture(scope="session")
 def alone(forks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
-    """Run a script without a service, in a new process or in several as ranks; all must succeed."""
+    """Return a function that runs a script without a service; it asserts that all processes succeed."""
 
     def run(script: Path, *arguments: str, ranks: int = 0, **variables: str) -> Done:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
@@ -147,7 +148,7 @@ def alone(forks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 @pytest.fixture(scope="session")
 def plain(alone: Callable[..., Done]) -> Callable[..., list[str]]:
-    """The final weights of `train.py` with these arguments and no agent at all, on each rank."""
+    """Return a function that runs `train.py` without an agent and returns the final weights of each rank."""
     known: dict[tuple[str | int, ...], list[str]] = {}
 
     def weights(*arguments: str, ranks: int = 0) -> list[str]:

@@ -1,4 +1,4 @@
-"""One rank of a training that has seen its batches and joins a run by itself, over a store as torchrun's."""
+"""Simulates one rank of a training process that knows its batches and registers a run over a store like torchrun's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tula_agent.ship.joining import Joining
 
 
 class JoiningRank:
-    """What `Joining` asks of the recorder; `start` counts the starts by torchrun."""
+    """The attributes of the recorder that `Joining` reads; `start` is the number of restarts by torchrun."""
 
     def __init__(
         self,

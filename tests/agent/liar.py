@@ -1,4 +1,4 @@
-"""An HTTP service on loopback that lies: in one field of an answer, or in how it sends the answer."""
+"""Runs an HTTP server on loopback that sends a wrong field in a response, or sends a response incorrectly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WITHIN_S = 30.0
 
 @dataclass(frozen=True)
 class Lie:
-    """One answer: `text` as the body, or sent as `delivery` says."""
+    """One response, with `text` as its body, or sent in the way that `delivery` names."""
 
     name: str
     text: str = "{}"
@@ -36,7 +36,7 @@ class Lie:
 
 
 def field_lies(truth: dict[str, Any]) -> list[Lie]:
-    """Each field of a true answer left out, and with each nonsense."""
+    """Return variants of a true response: each lacks one field or has an invalid value in it."""
     lies = []
     for name in truth:
         others = {key: value for key, value in truth.items() if key != name}
@@ -48,15 +48,16 @@ def field_lies(truth: dict[str, Any]) -> list[Lie]:
 
 
 def deliveries() -> list[Lie]:
-    """Every way to send an answer wrongly."""
+    """Return one lie for each incorrect way to send a response."""
     return [Lie(name, delivery=name) for name in DELIVERIES]
 
 
 @dataclass
 class Liar:
-    """Answers each request whose path ends with a key of `lies` by the next of these; other answers are true.
+    """A server that answers requests with its `lies`; a key of `lies` is the end of the request's path.
 
-    When the lies of a path are used up, `truth` answers `/scaling`, and `truths` a path that ends with one of its keys.
+    When the lies for a path are used up, the response is `truth` for `/scaling`, and otherwise the entry of `truths`
+    with the end of the path as its key.
     """
 
     lies: dict[str, list[Lie]]
@@ -68,7 +69,7 @@ class Liar:
     url: str = ""
 
     def next(self, path: str) -> Lie:
-        """The answer to the next request for `path`."""
+        """Return the response to the next request for `path`."""
         if self.forever:
             return Lie(self.forever, delivery=self.forever)
         route = path.partition("?")[0]
@@ -85,7 +86,7 @@ class Liar:
 
 @contextmanager
 def lying(liar: Liar) -> Iterator[Liar]:
-    """The liar behind a free port of the loopback."""
+    """Serve the liar's responses on a free port of the loopback interface."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (_Handler,), {"liar": liar}))
     server.daemon_threads = True
     server.handle_error = lambda *_: None  # type: ignore[method-assign]  # clients hang up, as they should
@@ -158,7 +159,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._send(b'{"version": 2', length=100)
 
     def _nothing(self) -> None:
-        """The connection closes without an answer."""
+        """Close the connection without a response."""
 
     def log_message(self, format: str, *args: Any) -> None:
         pass

@@ -1,4 +1,4 @@
-"""A real HTTP server that takes what agents send, checks it against the contract, and misbehaves on demand."""
+"""Runs a real HTTP server that receives what agents send, validates it, and misbehaves on demand."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from tula_wire import RunPatch, SampleBatch, TelemetryChunk
 
 @dataclass
 class Sink:
-    """What came in, and how to behave: ok, error (500), garbage, html, hang, trickle, refuse (422),
-    unknown_token (401), busy (429)."""
+    """The requests received, and the behaviour of the server.
+
+    The behaviour is one of ok, error (500), garbage, html, hang, trickle, refuse (422), unknown_token (401), busy
+    (429).
+    """
 
     behaviour: str = "ok"
     retry_after: str | None = None
@@ -71,7 +74,7 @@ class Sink:
 
 
 class SinkServer(http.server.ThreadingHTTPServer):
-    """The socket of a sink."""
+    """The HTTP server of a sink."""
 
     daemon_threads = True
 
@@ -84,7 +87,7 @@ class SinkServer(http.server.ThreadingHTTPServer):
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers one request as the sink's behaviour asks."""
+    """Answers one request according to the behaviour of the sink."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # or head and body, two writes, are 40 ms apart
@@ -151,7 +154,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return self.answer(404, b'{"type": "urn:tula:problem:not-found", "detail": "not found"}')
 
     def take(self, body: bytes) -> None:
-        """Keep a body that fits the contract."""
+        """Keep a body that fits the contract; refuse any other."""
         sink = self.server.sink
         kind = self.path.rpartition("/")[2]
         model = {"samples": SampleBatch, "telemetry": TelemetryChunk}.get(kind, RunPatch)
@@ -178,7 +181,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def start(sink: Sink, port: int = 0) -> SinkServer:
-    """Listen on `port`, or a free one, in a thread."""
+    """Start a server in a thread that listens on `port`, or on a free port."""
     server = SinkServer(port, sink)
     sink.url = f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()

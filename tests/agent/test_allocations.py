@@ -1,4 +1,4 @@
-"""The replay of PyTorch's caching allocator obeys that allocator's rules."""
+"""Tests that the replay of PyTorch's caching allocator obeys the rules of that allocator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_small_requests_share_a_segment_and_a_freed_block_serves_the_next() -> N
 
 
 def test_a_block_that_is_split_cannot_serve_a_larger_request_until_its_neighbours_merge() -> None:
-    """Fragmentation: 30 MiB are free in two pieces, and a third of that size needs a segment of its own."""
+    """Two free pieces have 30 MiB together, but a request for 30 MiB needs a new segment."""
     split = ((1, 40 * MIB), (1, None), (2, 15 * MIB), (3, 10 * MIB), (4, 15 * MIB), (2, None), (4, None))
     assert allocator_after(*split, (5, 30 * MIB)).reserved == 70 * MIB
     assert allocator_after(*split, (3, None), (5, 30 * MIB)).reserved == 40 * MIB

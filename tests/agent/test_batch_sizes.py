@@ -1,4 +1,4 @@
-"""What a batch is: a stated size beats what the shapes of a batch seem to say."""
+"""Tests how the size of a batch is found: a stated size takes precedence over the shapes of its tensors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_size_that_the_script_states_beats_the_loader():
 
 @pytest.fixture
 def train(sink, tmp_path):
-    """Loop over batches, with steps of an optimizer if one is given; returns the steps sampled by batch size."""
+    """Return a function that loops over batches, with an optimizer or not; it returns sampled steps by batch size."""
 
     def loop(batches, optimizer=None, environ=None, **stated):
         variables = {"TULA_URL": sink.url, "TULA_RUN_ID": "run-1", "TULA_SPOOL_DIR": str(tmp_path), **(environ or {})}
@@ -91,7 +91,7 @@ def test_a_batch_that_grows_for_good_is_the_usual_one_from_then_on(train):
 
 
 class Counts(torch.optim.SGD):
-    """Keeps what the agent hands to an optimizer that scales by its batch."""
+    """An optimizer that records the batch sizes that the agent reports to it."""
 
     def __init__(self):
         super().__init__([torch.nn.Parameter(torch.ones(3))], lr=1e-6)

@@ -1,4 +1,4 @@
-"""The callbacks against the real frameworks, each in its process."""
+"""Tests the callbacks with the real frameworks, each in a separate process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCHES = {"lightning_fit.py": 8, "transformers_train.py": 4, "accelerate_train.
 
 @pytest.fixture(scope="module")
 def forks() -> ForkServer:
-    """One that has imported the frameworks."""
+    """Return the fork server that has imported the frameworks."""
     return framework_fork_server()
 
 
@@ -49,7 +49,7 @@ def test_a_profile_run_ends_the_framework_s_loop(sink: Sink, launch: Launch, scr
 def test_one_launch_measures_several_batches_where_the_framework_lets_them_be_cut(
     sink: Sink, launch: Launch, script: str
 ) -> None:
-    """Lightning's strategy and accelerate's loader do; the Trainer's callbacks get no batch."""
+    """Lightning's strategy and accelerate's loader can cut batches; the Trainer's callbacks receive no batch."""
     plan = {"TULA_WARMUP_STEPS": "2", "TULA_MEASURE_STEPS": "6", "TULA_LOCAL_BATCH_SIZE": str(BATCHES[script])}
     done = launch(script, "50", TULA_SMALLER_BATCHES="2=small", **plan)
     assert not sink.invalid
@@ -156,7 +156,7 @@ def test_a_written_batch_schedule_ends_its_stages_and_sets_their_rates(
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_fits_of_a_launched_script_without_an_edit_are_one_run(sink: Sink, launch: Launch, package: str) -> None:
-    """By the callback of the entry point that the installed package declares, which every Trainer takes."""
+    """The installed package declares a callback as an entry point, which every Trainer uses."""
     done = launch("lightning_callbacks.py", package, TULA_KIND="train")
     assert done.printed("callbacks") == ["callbacks UneditedCallback True"] * 2
     assert sink.states == ["running", "succeeded"]

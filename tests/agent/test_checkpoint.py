@@ -1,4 +1,4 @@
-"""A training that was stopped goes on bit for bit as if it had not been."""
+"""Tests that a resumed training run equals an uninterrupted one bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARDED = SCRIPT.with_name("resumable_shards.py")
 
 @pytest.fixture(scope="module")
 def train(alone):
-    """Train with checkpoints in `folder`; what the script prints: final weights, as a digest of every bit."""
+    """Return a function that trains with checkpoints in a folder and returns its output with the final weights."""
 
     def run(folder: Path, *arguments: str, ranks: int = 0, script: Path = SCRIPT) -> str:
         return alone(script, *arguments, ranks=ranks, TULA_CHECKPOINT_DIR=str(folder)).stdout
@@ -30,7 +30,7 @@ def train(alone):
 
 
 def digests(printed: str) -> dict[str, str]:
-    """What each rank ended with: rank and policy, and the digest of the weights."""
+    """Return the digest of the final weights by rank and policy."""
     lines = [line.split(maxsplit=2) for line in printed.splitlines() if line.startswith("weights ")]
     return {who: digest for _, digest, who in lines}
 
@@ -133,7 +133,7 @@ def test_weights_are_read_into_their_place(tmp_path):
 
 @pytest.fixture(scope="module", params=[False, True], ids=["whole", "sharded"])
 def apart(request, train, tmp_path_factory):
-    """By attempt, what the two ranks of `checkpoint_apart.py` printed: weights, folders on disk, and errors."""
+    """Return what the two ranks of `checkpoint_apart.py` printed in each attempt: weights, folders and errors."""
     shared, elsewhere = tmp_path_factory.mktemp("shared"), tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "a-file").touch()
     arguments = [str(shared), str(elsewhere), *(["--sharded"] if request.param else [])]

@@ -1,4 +1,4 @@
-"""The environment is read once, and nonsense in it costs a measurement but never a training."""
+"""Tests that the environment is read once, and that an invalid value can cost a measurement but never training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agent's tensors do not follow the script's `torch.set_default_device`."""
+"""Tests that the agent's tensors do not follow the script's `torch.set_default_device`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONSTRUCTORS |= {"Generator"}
 
 
 def without_a_device(source: str) -> Iterator[int]:
-    """Lines on which a tensor is made on the default device."""
+    """Yield the lines on which a tensor is created on the default device."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CONSTRUCTORS:
             of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"

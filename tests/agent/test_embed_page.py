@@ -1,4 +1,4 @@
-"""Every code block of docs/embed.md runs unchanged, in its process, and reports what the page says."""
+"""Tests that every code block of docs/embed.md runs unchanged in a separate process and reports what the page says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCKS = re.findall(r"^## (.+?)$|^```python\n(.*?)^```", PAGE.read_text(), flags
 
 
 def blocks() -> list[tuple[str, str]]:
-    """(heading, code) of each block."""
+    """Return the (heading, code) of each block."""
     found, heading = [], ""
     for title, code in BLOCKS:
         heading = title or heading

@@ -1,4 +1,4 @@
-"""Whatever happens to the service or to the process, training ends with the weights that it has without the agent."""
+"""Tests that training ends with the same weights as without the agent, whatever happens to service or process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def spooled(environment: dict[str, str]) -> list[str]:
 
 
 def recover_after(sink: Sink, requests: int) -> threading.Thread:
-    """Have the service behave again after so many requests; return the thread that waits for them."""
+    """Restore the service after this many requests; return the thread that waits for them."""
 
     def recover() -> None:
         ends = time.monotonic() + 20
@@ -39,9 +39,9 @@ def recover_after(sink: Sink, requests: int) -> threading.Thread:
 
 
 def test_a_training_leaves_its_process_as_it_was(sink: Sink, environment: dict[str, str], tmp_path: Path) -> None:
-    """Random states, signals, environment, files, folder, threads, settings and hooks; with all that is imported.
+    """The script compares random states, signals, environment, files, folder, threads, settings and hooks.
 
-    The service fails at first, so that what is measured goes to disk and from there.
+    The service fails at first, so that the agent also writes its measurements to disk and sends them from there.
     """
     sink.behaviour = "error"
     recovery = recover_after(sink, requests=2)
@@ -130,7 +130,7 @@ def test_a_full_queue_drops_the_newest_rows_and_says_how_many() -> None:
 
 
 def test_the_same_run_is_whole_when_the_service_starts_late(launch: Launch, tmp_path: Path) -> None:
-    """`tula upload` finishes what the job could not deliver, and a second upload changes nothing."""
+    """`tula upload` sends what the job could not send, and a second upload changes nothing."""
     launch("train.py", TULA_URL="http://127.0.0.1:9")
     late = Sink()
     server = start(late)

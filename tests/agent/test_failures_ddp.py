@@ -1,4 +1,4 @@
-"""Whatever happens to the service or to a rank of a real DDP job, every step has the weights that it has without us.
+"""Tests that every step of a DDP job has the same weights as without the agent, whatever happens to service or ranks.
 
 Two ranks over gloo print a digest of their weights after every step; the reference is one run without the agent.
 """
@@ -24,14 +24,14 @@ _reference: dict[tuple[int, int], str] = {}
 
 
 def traced(done: Done) -> dict[tuple[int, int], str]:
-    """Digests by (rank, step)."""
+    """Return the digests of the weights by (rank, step)."""
     lines = [line.split() for line in done.printed("step ")]
     return {(int(rank), int(step)): digest for _, step, rank, digest in lines}
 
 
 @pytest.fixture
 def reference(launch: Launch) -> dict[tuple[int, int], str]:
-    """Digests of a run that has no agent at all."""
+    """Return the digests of a run without an agent."""
     if not _reference:
         _reference.update(traced(launch("train.py", "--trace", ranks=2, TULA_URL="")))
     assert len(_reference) == 2 * STEPS
@@ -40,7 +40,7 @@ def reference(launch: Launch) -> dict[tuple[int, int], str]:
 
 
 def spooled(environment: dict[str, str]) -> list[str]:
-    """Paths of the requests of the first rank that wait on disk, in their order."""
+    """Return the paths of the first rank's requests that wait on disk, in order."""
     folder = Path(environment["TULA_SPOOL_DIR"])
     return [request.path for file in sorted(folder.glob("run1-0-*.spool")) for request in read_records(file)]
 

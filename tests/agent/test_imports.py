@@ -1,4 +1,4 @@
-"""What importing the agent brings along, seen in a fresh interpreter."""
+"""Tests which modules an import of the agent loads, in a new interpreter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ print(json.dumps(sorted(sys.modules)))
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], set[str]]:
-    """The modules of a process after the agent's import, and after its use."""
+    """Return the modules of a process after importing the agent, and after using it."""
     spool = tmp_path_factory.mktemp("spool")
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],

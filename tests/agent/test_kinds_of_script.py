@@ -1,4 +1,4 @@
-"""Each kind of training loop, unedited: its batch, micro-steps and steps as they are measured, and what is said."""
+"""Tests the measurement of each kind of unedited training loop: batch, micro-steps, steps and log messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROFILE = {"TULA_KIND": "profile", "TULA_WARMUP_STEPS": "2", "TULA_MEASURE_STEPS
 
 @dataclass
 class Kind:
-    """What is to be measured of a script, and a part of what is said of it; `fewest`: steps of ten that are sampled."""
+    """The expected measurement of a script and a part of its message; `fewest` is how many of ten steps are sampled."""
 
     ranks: int = 0
     micro_steps: int = 1
@@ -48,7 +48,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def forks() -> ForkServer:
-    """One that has imported accelerate."""
+    """Return the fork server that has imported accelerate."""
     return framework_fork_server()
 
 
@@ -68,7 +68,7 @@ def test_a_profiling_run_measures_every_step_of_its_size_and_leaves(sink: Sink, 
 
 
 def test_batches_that_a_script_keeps_are_measured_in_one_launch_for_each(sink: Sink, launch: Launch) -> None:
-    """Those that were cut stay cut: the launch ends with its first batch, and is started again for the others."""
+    """Cut batches remain cut: the launch ends after the smallest one, and other launches measure the others."""
     launch("with_hook.py", str(SCRIPTS / "kinds.py"), "cycle", **PROFILE, TULA_SMALLER_BATCHES="2=small,4=middle")
     assert not sink.invalid
     found = [(path.split("/")[3], body) for _, path, body in sink.requests if path.endswith("/samples")]
@@ -79,7 +79,7 @@ def test_batches_that_a_script_keeps_are_measured_in_one_launch_for_each(sink: S
 def test_ranks_that_step_unequally_often_train_to_their_end(
     sink: Sink, launch: Launch, variables: dict[str, str]
 ) -> None:
-    """No rank waits for another's decision, which would come after what the other waits for, and none leaves alone."""
+    """No rank waits for the decision of another rank that itself waits for the first, and no rank stops alone."""
     done = launch("with_hook.py", str(SCRIPTS / "kinds.py"), "joined", ranks=2, **variables)
     assert done.stdout.count("complete") == 2
     assert done.stderr.count("loop over run.steps(loader)") == 1
@@ -91,7 +91,7 @@ def test_ranks_that_step_unequally_often_train_to_their_end(
 def test_the_first_rank_never_waits_for_another_to_send_what_it_measured(
     sink: Sink, launch: Launch, environment: dict[str, str]
 ) -> None:
-    """An end takes five seconds where the service hangs: the other rank's would be in a step of the first."""
+    """With a service that hangs, a run takes five seconds to end; these would be in a step time of the first rank."""
     sink.behaviour = "hang"
     launch("with_hook.py", str(SCRIPTS / "kinds.py"), "joined_nearly_even", ranks=2, **PROFILE)
     files = Path(environment["TULA_SPOOL_DIR"]).glob("run1-0-*.spool")
@@ -105,7 +105,7 @@ def test_the_first_rank_never_waits_for_another_to_send_what_it_measured(
 def test_batches_of_a_loader_that_is_new_at_each_step_are_its_micro_steps(
     sink: Sink, launch: Launch, kind: str
 ) -> None:
-    """Also where the run is to have another number of them, and data sets go on one rank alone."""
+    """This also holds if the run asks for another number of micro-steps, or if only one rank drops its data sets."""
     done = launch("with_hook.py", str(SCRIPTS / "kinds.py"), kind, ranks=2, TULA_GRAD_ACCUM_STEPS="1", **PROFILE)
     assert "complete" not in done.stdout
     measured = {(body["local_batch_size"], body["grad_accum_steps"]) for body in sink.samples if body["rank"] == 0}
@@ -118,7 +118,7 @@ def test_batches_of_a_loader_that_is_new_at_each_step_are_its_micro_steps(
 def test_a_batch_that_a_script_lowers_after_an_out_of_memory_did_not_fit(
     sink: Sink, launch: Launch, ranks: int, smaller: str
 ) -> None:
-    """The largest batch of the launch alone has ended, and the others go back to the plan."""
+    """Only the run with the largest batch ends; the launch's other runs return to the plan."""
     launch(
         "with_hook.py", str(SCRIPTS / "kinds.py"), "finds_its_batch",
         ranks=ranks, expect=None, TULA_SMALLER_BATCHES=smaller, **PROFILE,
@@ -132,7 +132,7 @@ def test_a_batch_that_a_script_lowers_after_an_out_of_memory_did_not_fit(
 
 
 def test_an_out_of_memory_of_another_batch_ends_no_run(sink: Sink, launch: Launch) -> None:
-    """Also where batches are cut, which makes them smaller than the run's."""
+    """This also holds if batches are cut, and so are smaller than the run's."""
     launch("with_hook.py", str(SCRIPTS / "kinds.py"), "lowers_to_its_batch", **PROFILE, TULA_SMALLER_BATCHES="2=small")
     measured = {(path.split("/")[3], body["local_batch_size"]) for _, path, body in sink.requests if "step" in body}
     assert measured == {("small", 2), ("run1", 8)}

@@ -1,4 +1,4 @@
-"""One launch measures several local batches, each for its own run; what can't be cut is measured whole."""
+"""Tests that one launch measures several local batches for a run each, and does not cut batches that cannot be cut."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Examples:
 
 
 class Encoding(UserDict[str, Any]):
-    """Like transformers' BatchEncoding."""
+    """A stand-in for the BatchEncoding of transformers."""
 
 
 def measured(sink: Sink) -> dict[str, list[tuple[int, int]]]:
-    """By run: the local batch and the number of steps after warm-up of each body of the first rank, in order."""
+    """Return, by run, the local batch and number of measured steps of each request of the first rank, in order."""
     found: dict[str, list[tuple[int, int]]] = {}
     for _, path, body in sink.requests:
         if path.endswith("/samples") and body["rank"] == 0 and not body["warmup"]:

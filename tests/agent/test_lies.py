@@ -1,4 +1,4 @@
-"""A service that lies changes nothing of a training but what a true answer of those values would have changed."""
+"""Tests that an invalid response changes nothing in training, and a valid one only what its values should change."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ NOWHERE = "http://127.0.0.1:9"
 
 
 def impossible() -> list[Lie]:
-    """Answers of which a training must take nothing: one nonsense beside values that would change the training."""
+    """Return responses that training must ignore: one invalid value beside values that would change training."""
     fields = [lie for lie in field_lies(TRUTH) if not lie.name.endswith("missing") and lie.name not in POSSIBLE]
     lies = [lie for lie in fields if not lie.name.startswith("s_max fraction")]
     return [*lies, *deliveries(), Lie("crossing", '{"s_min": 2.0, "s_max": 0.5}')]
 
 
 def cost(done: Done) -> tuple[float, int]:
-    """Worst pause in seconds and most memory in KiB of any rank."""
+    """Return the longest pause in seconds and the peak memory in KiB of any rank."""
     found = [line.split()[1:] for line in done.printed("cost")]
     return max(float(pause) for pause, *_ in found), max(int(memory) for _, memory, _ in found)
 
 
 def assert_costs_little(done: Done, without: Done, again: Callable[[], Done]) -> None:
-    """Beside a training without a service. A long step that other processes may have caused is measured twice more."""
+    """Compare the cost with that of a run without a service; measure a long step up to twice more."""
     (pause, memory), (usual_pause, usual_memory) = cost(done), cost(without)
     for _ in range(2):
         if pause > usual_pause + STEP_S:
@@ -55,7 +55,7 @@ def assert_costs_little(done: Done, without: Done, again: Callable[[], Done]) ->
 
 @pytest.mark.parametrize(("ranks", "every"), [(0, 1), (2, 6)])
 def test_no_impossible_answer_changes_a_training(launch: Launch, ranks: int, every: int) -> None:
-    """F1, F2, F3: every field x every nonsense, and every delivery, for all policies; of two ranks, the first reads."""
+    """Every field has every invalid value, for all policies, and every delivery; of two ranks, the first reads."""
     lies = impossible()[::every]
     count = str(len(lies))
     with lying(Liar({}, truth={"version": 0})) as honest:
@@ -79,7 +79,7 @@ def test_no_impossible_answer_changes_a_training(launch: Launch, ranks: int, eve
 
 
 def test_a_possible_answer_acts_as_if_the_script_had_given_it(launch: Launch) -> None:
-    """From the same step on, on all ranks: answers that leave a field out hold the others."""
+    """The values act from the same step on all ranks; a response that leaves out a field keeps the other values."""
     possible = [lie for lie in field_lies(TRUTH) if lie.name.endswith("missing")]
     served = {"version": 7, "static_scale": 1.5, "s_max": 1.25, "small_batch_size": 2}
     arguments = ("--policies", "gain,ags,static", "--steps", "30")
@@ -95,7 +95,7 @@ def test_a_possible_answer_acts_as_if_the_script_had_given_it(launch: Launch) ->
 
 @pytest.mark.parametrize("delivery", ["endless", "bomb", "drip"])
 def test_answers_to_measurements_cost_neither_memory_nor_time(launch: Launch, delivery: str) -> None:
-    """F3: an endless answer took gigabytes, a compressed one stopped training for seconds, a slow one had no end."""
+    """An endless response once took gigabytes, a compressed one delayed training by seconds, a slow one never ended."""
     arguments = ("--policies", "none", "--steps", "200")
     without = launch(SCRIPT, *arguments, TULA_URL=NOWHERE)
 
@@ -121,7 +121,7 @@ IDS = [
 
 
 def joining_lies() -> list[tuple[str, Lie]]:
-    """Every field of every answer to a rank that joins, with each nonsense and each id that is none, and deliveries."""
+    """Return every field of every response to a joining rank with each invalid value and id, and deliveries."""
     lies = [(f"/jobs/{JOB_ID}/runs", Lie(lie.name, f'{{"id": {lie.text}}}')) for lie in IDS]
     lies += [("/jobs", Lie(lie.name, f'{{"jobs": [{{"name": "{NAME}", "id": {lie.text}}}]}}')) for lie in IDS]
     lies += [("/jobs", Lie(lie.name, f'{{"jobs": [], "job": {{"id": {lie.text}}}}}')) for lie in IDS]
@@ -133,7 +133,7 @@ def joining_lies() -> list[tuple[str, Lie]]:
 
 
 def test_no_answer_to_a_rank_that_joins_raises_or_leads_to_another_path() -> None:
-    """An id `..` became part of the path of a request with the agent's token. Jobs are named by name and by id."""
+    """An id `..` once changed the path of a request with the agent's token. The test names jobs by name and by id."""
     for (path, lie), job in itertools.product(joining_lies(), (NAME, JOB_ID)):
         if (path, job) == ("/jobs", JOB_ID):
             continue  # which is not asked for
@@ -147,7 +147,7 @@ def test_no_answer_to_a_rank_that_joins_raises_or_leads_to_another_path() -> Non
 
 
 def test_no_answer_to_a_joining_training_changes_it(launch: Launch) -> None:
-    """Late, endless or senseless, for all policies: a join that is refused ends asking, any other is tried again."""
+    """Responses are late, endless or invalid; only a refused join is not attempted again."""
     arguments = ("--steps", "20", "--job", NAME)
     without = launch(SCRIPT, *arguments, ranks=2, TULA_URL=NOWHERE, TULA_RUN_ID="")
 

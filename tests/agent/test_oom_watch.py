@@ -1,4 +1,4 @@
-"""One rank out of memory: noticed, reported with its batch, and every rank ended within the stated time."""
+"""Tests that an out-of-memory error on one rank is reported with its batch, and that every rank ends in time."""
 # ruff: noqa: ARG002, ARG005 (fakes take what the real ones take)
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tula_agent.rank_channel import CONNECT_WITHIN_S
 
 
 class FakeStore:
-    """The ranks' key-value store, in one process."""
+    """A stand-in for the key-value store of the ranks, in one process."""
 
     def __init__(self, world_size=3):
         self.values, self.world_size = {}, world_size
@@ -40,7 +40,7 @@ class Broken:
 
 
 class Rank:
-    """A watch that records the end of its process instead of ending it."""
+    """A rank with a watch that records the end of its process instead of ending it."""
 
     def __init__(self, channel, rank=0, **options):
         self.ended, self.reports, self.count = threading.Event(), [], 0
@@ -114,7 +114,7 @@ def test_a_single_rank_reports_and_is_not_ended():
 
 
 def two_ranks(**options):
-    """Both in the middle of a step; the first has counted an error in it."""
+    """Return two ranks in the middle of a step, of which the first has counted an error."""
     store = FakeStore(2)
     ranks = [Rank(store, rank, stalled_s=0.1, **options) for rank in range(2)]
     ranks[0].count = 1
@@ -141,7 +141,7 @@ def test_ranks_that_each_counted_an_error_in_the_same_step_end_too():
     ("batches", "in_step"), [((8, 8), (True, False)), ((8, 8), (False, True)), ((2, 8), (True, True))]
 )
 def test_an_error_ends_nothing_while_a_rank_evaluates_or_compiles_its_first_step(batches, in_step):
-    """In turn: the others evaluate; this rank does, and the others wait for it; kernels are chosen."""
+    """The cases: the other rank evaluates, this rank evaluates while the other waits, or a rank selects kernels."""
     ranks = two_ranks()
     for rank, count, inside in zip(ranks, batches, in_step, strict=True):
         rank.batches, rank.in_step = count, inside
@@ -199,7 +199,7 @@ def test_a_closed_watch_ends_nothing():
 
 
 class Hosted(FakeStore):
-    """A store that closes when the rank that hosts it holds it no more."""
+    """A store that closes when the rank that hosts it drops its last reference."""
 
     def __init__(self, world_size=2):
         super().__init__(world_size)
@@ -211,7 +211,7 @@ class Hosted(FakeStore):
 
 
 def test_the_store_stays_open_until_the_other_ranks_acknowledge():
-    """The first rank hosts it, and its report drops the reference to the channel."""
+    """The first rank hosts the store, and its report drops the reference to the channel."""
     store = Hosted()
     way = [store]
     first = Rank(

@@ -1,4 +1,4 @@
-"""A training whose optimizer takes most of a step, measured by the agent and predicted with gradient accumulation."""
+"""Tests the time of an optimizer that takes most of a step, and its prediction with gradient accumulation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 10
 
 
 def measured(sink: Sink, folder: Path, micro_steps: int) -> tuple[float, float]:
-    """Least seconds of a step and of its optimizer: Adam over 400 small parameters, one after the other."""
+    """Return the shortest step and optimizer time in seconds, with Adam over 400 small parameters one by one."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(200)))
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)

@@ -1,4 +1,4 @@
-"""A training's figures reach the OpenTelemetry SDK of its process, by that SDK's own reader."""
+"""Tests that training metrics reach the OpenTelemetry SDK of the process, read by a reader of that SDK."""
 
 from __future__ import annotations
 

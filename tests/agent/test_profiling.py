@@ -1,4 +1,4 @@
-"""Ranks agree over a real store on a profiling plan and on the step to stop at."""
+"""Tests that ranks agree on a profiling plan and on its last step, over a real store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAN = ProfilePlan(warmup_steps=5, measure_steps=20, precision=0.05)
 
 
 class Connected:
-    """A rendezvous that has its channel already."""
+    """A rendezvous with a channel that is already connected."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -45,7 +45,7 @@ def test_all_ranks_take_the_first_ranks_plan_and_end_at_the_same_step() -> None:
 
 
 def test_steps_that_are_slow_at_random_are_measured_for_longer_and_all_ranks_end_at_the_same_step() -> None:
-    """The other ranks see other times, and those of the first rank decide."""
+    """The other ranks measure other times, but the first rank decides."""
     store, asked = dist.HashStore(), PLAN.measure_steps
     ranks = []
     for rank in range(2):
@@ -67,7 +67,7 @@ def test_steps_that_are_slow_at_random_are_measured_for_longer_and_all_ranks_end
 
 
 def test_the_first_rank_of_a_training_waits_for_no_other() -> None:
-    """The others may run without an agent; one that has a plan learns that there is none."""
+    """Other ranks may run without an agent; a rank that has a plan learns that the first rank has none."""
     store = dist.HashStore()
     first, second = (Channel(store, "run/", rank, 2) for rank in range(2))
     waited: list[str] = []

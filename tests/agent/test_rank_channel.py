@@ -1,4 +1,4 @@
-"""Small messages between ranks through the stores that torch has, old ones included."""
+"""Tests small messages between ranks through the stores of torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_messages_arrive_once_and_in_order_and_nothing_is_there_before_it_was_se
 
 
 class SecondRank(RankRendezvous):
-    """The second of two ranks in a group with the store `group_store`; it connects once it `may_connect`."""
+    """The second of two ranks in a group with the store `group_store`; it connects once `may_connect` is set."""
 
     def __init__(self, group_store: Any) -> None:
         super().__init__(group_store, "tula/", 1, 2)
@@ -55,12 +55,12 @@ class SecondRank(RankRendezvous):
 
 
 def publish(group_store: Any, addresses: list[list[Any]]) -> None:
-    """As the first rank does."""
+    """Publish the addresses as the first rank does."""
     Channel(group_store, "tula/", 0, 2).set("address", addresses)
 
 
 def test_a_thread_that_may_wait_gets_the_channel_that_another_is_connecting() -> None:
-    """Otherwise a rank whose shipping thread came first would not join, and the first rank would wait for it."""
+    """Otherwise a rank would not join if its shipping thread came first, and the first rank would wait for it."""
     group_store = dist.HashStore()
     rendezvous = SecondRank(group_store)
     publish(group_store, [["first", 1]])

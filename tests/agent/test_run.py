@@ -1,4 +1,4 @@
-"""What a training script gets from `init`, `steps`, `watch`, `log` and `finish`, seen from the service's side."""
+"""Tests `init`, `steps`, `watch`, `log` and `finish` in training scripts by what the service receives."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_the_service_can_end_a_profile_run(sink: Sink, launch: Launch) -> None:
 
 
 def test_a_service_cannot_make_a_profiling_run_of_a_training(sink: Sink, launch: Launch) -> None:
-    """F4: such an answer ended a training early, with exit status 0 and weights of half the steps."""
+    """This response once ended training early, with exit status 0 and weights after half of the steps."""
     sink.stop = True
     sink.run = {
         "kind": "profile",
@@ -176,7 +176,7 @@ def test_a_smaller_last_batch_is_no_sample_of_the_usual_one(sink: Sink, launch: 
 def test_a_shorter_last_accumulation_is_no_sample_of_the_usual_one(
     sink: Sink, environment: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Lightning steps at the end of an epoch; the service took the run for one that accumulates otherwise."""
+    """Lightning steps at the end of an epoch, so the service took the run for one with another accumulation."""
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = Run(read_config(environment | {"TULA_NUM_NODES": "2", "TULA_RANKS_PER_NODE": "1"}))
@@ -205,7 +205,7 @@ def test_weights_are_bit_for_bit_those_without_the_agent(
 
 @pytest.mark.parametrize("ends", ["finish", "leave"])
 def test_the_agent_keeps_no_object_of_the_job_alive(sink: Sink, launch: Launch, ends: str) -> None:
-    """A model that we kept would keep its process group and gloo's threads, which abort the process at its end."""
+    """A model that the agent kept would keep gloo's threads, which abort the process at its end."""
     done = launch("lets_go.py", ends, ranks=2)
     assert sink.column("gradient_noise_scale")
     # The place in the data stays, for a checkpoint, as long as there is a run to make one.
@@ -214,7 +214,7 @@ def test_the_agent_keeps_no_object_of_the_job_alive(sink: Sink, launch: Launch, 
 
 
 def test_a_second_process_group_at_the_same_address_is_measured(sink: Sink, launch: Launch, tmp_path: Path) -> None:
-    """A model or a store that we kept would keep the first group's address open, with what it left there."""
+    """If the agent kept a model or a store, the first group's address would remain in use, with its old contents."""
     said = []
     for url in ("", sink.url):
         folder = tmp_path / f"agent{bool(url)}"
@@ -232,7 +232,7 @@ def test_a_second_process_group_at_the_same_address_is_measured(sink: Sink, laun
 
 
 def test_times_measured_before_a_group_was_destroyed_are_joined_after_it(sink: Sink, launch: Launch) -> None:
-    """The first rank hosts the group's store here: its end takes nothing of ours along."""
+    """In this test, the first rank hosts the group's store; destroying it must not lose the agent's data."""
     launch("train.py", "--pause", "0.01", ranks=2, TULA_WARMUP_STEPS="2", TULA_MEASURE_STEPS="30")
     joined = {step for step, skew in sink.rows("step", "skew_s") if skew is not None}
     assert joined >= set(range(2, 31))
@@ -298,7 +298,7 @@ def test_the_first_version_of_fsdp_has_step_time_and_memory_too(sink: Sink, laun
 
 
 def test_ranks_come_from_the_process_group_where_no_variable_is_set(sink: Sink, launch: Launch, plain: Plain) -> None:
-    """As under `torch.multiprocessing.spawn`: only the first rank speaks for the run."""
+    """As under `torch.multiprocessing.spawn`, no variable names the rank; only the first rank reports the run."""
     done = launch("train.py", "--spawned", ranks=2)
     assert done.printed("weights") == plain(ranks=2)
     assert sink.states == ["running", "succeeded"]
@@ -308,7 +308,7 @@ def test_ranks_come_from_the_process_group_where_no_variable_is_set(sink: Sink, 
 
 
 def test_one_process_in_an_allocation_of_eight_is_one_rank(sink: Sink, launch: Launch) -> None:
-    """Without srun SLURM tells the allocation's size: a profile run repeats its loader all the same, and ends."""
+    """Without srun, SLURM's variable has the size of the allocation; the profiling run still ends."""
     done = launch(
         "train.py", "--epochs", "1", "--batches", "4", TULA_WARMUP_STEPS="3", TULA_MEASURE_STEPS="20", SLURM_NTASKS="8"
     )
@@ -342,7 +342,7 @@ def test_the_length_of_sequences_is_reported(sink: Sink, tmp_path: Path) -> None
 
 
 def test_paused_time_counts_in_no_step(sink: Sink, tmp_path: Path) -> None:
-    """On a run that does nothing it does nothing, and what is raised in it passes through."""
+    """On an inactive run, `paused` does nothing; an exception within it is passed on."""
     run = Run(read_config({"TULA_URL": sink.url, "TULA_RUN_ID": "r", "TULA_SPOOL_DIR": str(tmp_path)}))
     began = time.monotonic()
     for _ in run.steps([torch.zeros(2)] * 3):
@@ -358,7 +358,7 @@ def test_paused_time_counts_in_no_step(sink: Sink, tmp_path: Path) -> None:
 
 
 def test_the_optimizer_s_time_is_apart_from_the_gradient_s(sink: Sink, tmp_path: Path) -> None:
-    """Of a step with two optimizers both count, and none where a closure computes the gradients inside the step."""
+    """Two optimizers in a step are added; a step with a closure that computes gradients has no optimizer time."""
 
     class Slow(torch.optim.SGD):
         def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -393,7 +393,7 @@ def test_the_optimizer_s_time_is_apart_from_the_gradient_s(sink: Sink, tmp_path:
 
 
 def test_the_host_times_no_optimizer_of_another_device(sink: Sink, tmp_path: Path) -> None:
-    """There a step only launches work: its time on the host is not the optimizer's."""
+    """On another device, the optimizer only launches work, so the host cannot measure the optimizer's time."""
     run = Run(read_config({"TULA_URL": sink.url, "TULA_RUN_ID": "r", "TULA_SPOOL_DIR": str(tmp_path)}))
     model = torch.nn.Linear(2, 1, device="meta")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -407,7 +407,7 @@ def test_the_host_times_no_optimizer_of_another_device(sink: Sink, tmp_path: Pat
 
 
 def test_an_optimizer_that_is_no_key_does_not_hide_the_others(sink: Sink, tmp_path: Path) -> None:
-    """A script's own wrapper, which has slots or defines equality."""
+    """A script's own optimizer wrapper may have slots or define equality, so it cannot be a dictionary key."""
 
     class Slots:
         __slots__ = ("state",)
@@ -464,7 +464,7 @@ def test_a_framework_that_fetches_a_whole_step_at_once_counts_all_its_batches(si
 
 @pytest.mark.parametrize("active", [True, False])
 def test_the_agent_keeps_no_reference_to_a_batch(sink: Sink, tmp_path: Path, active: bool) -> None:
-    """A script that frees its input in the middle of a step counts on the memory."""
+    """A script may free its input in the middle of a step because it needs the memory."""
     environ = {"TULA_URL": sink.url if active else "", "TULA_RUN_ID": "r", "TULA_SPOOL_DIR": str(tmp_path)}
     run = Run(read_config(environ))
     seen = 0
@@ -489,7 +489,7 @@ def test_random_states_that_cannot_be_captured_raise_nothing() -> None:
 
 @pytest.mark.parametrize(("how", "steps"), [("os._exit", 21), ("schedule", 6)])
 def test_what_was_measured_is_sent_whatever_ends_the_script(sink: Sink, launch: Launch, how: str, steps: int) -> None:
-    """Without tear-down, or by a schedule that raises after the script's own six steps."""
+    """The process ends without tear-down, or a learning-rate schedule raises after the six steps of the script."""
     plan = {"TULA_WARMUP_STEPS": "1", "TULA_MEASURE_STEPS": "20"}
     launch("leaves.py", how, expect=int(how == "schedule"), **plan)
     assert len(sink.steps()) == steps

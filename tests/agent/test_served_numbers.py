@@ -1,4 +1,4 @@
-"""The service's gradient-scaling values reach the optimizers of all ranks at one step; the script's own stay."""
+"""Tests that the service's gradient-scaling values reach all ranks at the same step, unless the script sets them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_served_bound_that_crosses_a_scripted_one_is_left_out(
 
 
 def test_a_run_with_an_agent_on_the_first_rank_only_finishes_with_a_warning(sink: Sink, launch: Launch) -> None:
-    """`init` on the first rank only: the run cannot end early, says so, and goes through."""
+    """Only the first rank calls `init`, so the run cannot end early, says so, and continues to its end."""
     variables = {"TULA_WARMUP_STEPS": "1", "TULA_MEASURE_STEPS": "8", "TULA_PROBE_S": "0.2"}
     done = launch("first_rank_only.py", ranks=2, **variables)
     assert not any("all_reduces" in body for body in sink.samples)  # the other rank would not have taken part

@@ -1,4 +1,4 @@
-"""The start-up hook: what it sees of the modules that a script imports later."""
+"""Tests that the start-up hook notes an out-of-memory error after which accelerate lowers the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loop that calls nothing of the agent: what is a step, whose batches count, and how a profiling run leaves it."""
+"""Tests a loop without the agent's calls: which steps and batches count, and how a profiling run leaves it."""
 
 from __future__ import annotations
 

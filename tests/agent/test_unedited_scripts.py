@@ -1,4 +1,4 @@
-"""Public-style scripts that have never heard of Tula, each measured by the start-up hook."""
+"""Tests that the start-up hook measures scripts like public ones, which do not use Tula."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FORKED = sorted(path.name for path in SCRIPTS.glob("*.py") if path.name != "mp_s
 
 @pytest.fixture(scope="module")
 def forks() -> ForkServer:
-    """One that has imported the frameworks."""
+    """Return the fork server that has imported the frameworks."""
     return framework_fork_server()
 
 
@@ -41,7 +41,7 @@ def test_the_page_on_what_was_run_lists_every_script() -> None:
 
 
 def check_measured(sink: Sink, script: str, world_size: int = 2) -> None:
-    """Each step once, with the batch, the accumulation and the world size of the script."""
+    """Assert that all samples have the script's batch, accumulation and world size, and that the run succeeded."""
     assert not sink.invalid
     measured = [body for body in sink.samples if body["rank"] == 0]
     seen = {(body["local_batch_size"], body["grad_accum_steps"], body["world_size"]) for body in measured}
@@ -66,7 +66,7 @@ def test_a_profiling_run_measures_and_leaves_on_all_ranks(sink: Sink, launch: La
 
 @pytest.mark.parametrize("script", [*CUT, "accelerate_loop.py"])
 def test_one_launch_measures_several_batches(sink: Sink, launch: Launch, script: str) -> None:
-    """Cut as the loader hands them out, or by Lightning's callback; accelerate gets the whole batch, and a warning."""
+    """Batches are cut in the loader or by Lightning's callback; accelerate gets whole batches and a warning."""
     smaller = {"TULA_SMALLER_BATCHES": "2=small,4=middle"}
     done = launch("with_hook.py", str(SCRIPTS / script), "--batch-size=8", ranks=2, **PROFILE, **smaller)
     assert "complete" not in done.stdout
@@ -85,9 +85,9 @@ def test_one_launch_measures_several_batches(sink: Sink, launch: Launch, script:
 
 
 def test_ranks_that_the_script_spawns_are_measured(sink: Sink, launch: Launch) -> None:
-    """By the hook itself: a spawned process imports torch after Python has started.
+    """The hook measures them, although a spawned process imports torch only after Python has started.
 
-    One rank: `test_run.py` has two that find each other without variables.
+    This test has one rank; `test_run.py` has two that find each other without variables.
     """
     done = launch(str(SCRIPTS / "mp_spawn.py"), "--batch-size=8", "--world-size=1", **PROFILE)
     assert "complete" not in done.stdout

@@ -1,7 +1,7 @@
-"""Real trainings, each bounded by one thing: the log of the agent and the service come to the same verdict.
+"""Tests that the agent's log and the service give the same verdict on real training runs with one bottleneck each.
 
-Memory has no test here, since a host has no allocator that reports its retries: `tests/wire/test_verdict.py` gives the
-rule such a reading. All delays are shares of a step and large against what a busy machine adds.
+Memory has no test here, since a CPU has no allocator that reports its retries; `tests/wire/test_verdict.py` tests that
+rule with such a reading. All delays are shares of a step and large compared with what a busy machine adds.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ SAID = re.compile(r"tula: (at the end, )?after (\d+) steps: ([A-Z][a-z-]+): (.+)
 
 
 def said(done: Done) -> list[tuple[str, str]]:
-    """Diagnosis and text of each verdict in the log."""
+    """Return the diagnosis and text of each verdict in the log."""
     return [(name, text) for _, _, name, text in SAID.findall(done.stderr)]
 
 
 def served(sink: Sink) -> str:
-    """The diagnosis of the rows that were sent."""
+    """Return the diagnosis of the rows that were sent."""
     names = ("step", "step_time_s", "input_time_s", "exposed_comm_time_s", "skew_s", "straggler_rank")
     rows = []
     for body in sink.samples:

@@ -1,4 +1,4 @@
-"""What a script gives to `run.log` is in its real wandb run too, offline, if asked for."""
+"""Tests that the values of `run.log` are also in a real offline wandb run, if the script asks for it."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def test_numbers_logged_to_the_run_are_in_its_wandb_run_at_their_own_steps(
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """What was logged, by row."""
+    """Return the logged values of each row."""
     history = [each.history for each in records(folder) if each.WhichOneof("record_type") == "history"]
     return [{item.key or item.nested_key[0]: json.loads(item.value_json) for item in row.item} for row in history]
 
 
 def records(folder: Path) -> Iterator[Any]:
-    """What is in the file of wandb's one offline run: LevelDB's log format after a header of 7 bytes."""
+    """Yield the records in the file of the only offline wandb run: LevelDB's log format after a header of 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
     (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")

@@ -1,4 +1,4 @@
-"""A real Chromium against a real `tula serve`, and a picture of every page kept under artefacts/."""
+"""Starts a real Chromium and a real `tula serve`, and stores a screenshot of every page under artefacts/."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ARTEFACTS = Path(__file__).resolve().parents[2] / "artefacts" / "screenshots"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in this folder drives a browser."""
+    """Mark every test in this folder as a browser test."""
     folder = Path(__file__).parent
     for item in items:
         if folder in item.path.parents:
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")  # Playwright's loop occupies this thread: no other test could start one
 def chromium() -> Iterator[Browser]:
-    """The system's Chromium, started once."""
+    """Start the system's Chromium once per module."""
     path = chromium_path()
     assert path is not None, "No Chromium: install the packages of tests/system-packages.sh."
     expect.set_options(timeout=20_000)  # a busy machine decides nothing
@@ -38,20 +38,20 @@ def chromium() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A service in its own process, on an empty database."""
+    """Start a service in a separate process on an empty database."""
     with Server(str(tmp_path_factory.mktemp("browser") / "tula.db")) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def seeded(server: Server) -> Seeded:
-    """A job that was profiled and trained through the public API."""
+    """Create a job with profiling and training runs through the public API."""
     return seed(server.url)
 
 
 @pytest.fixture(scope="module")
 def tab(chromium: Browser) -> Iterator[Page]:
-    """One page for all tests, since a new one, or a new profile, takes Chromium a second of CPU time."""
+    """Open one page for all tests, since a new page or profile takes Chromium a second of CPU time."""
     context = chromium.new_context()
     yield context.new_page()
     context.close()
@@ -70,13 +70,13 @@ def empty_service(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def complaints() -> list[str]:
-    """What the consoles of visited pages complained of; a test removes what it expects."""
+    """Return the list of errors on the consoles of visited pages; a test removes those that it expects."""
     return []
 
 
 @pytest.fixture
 def visit(tab: Page, server: Server, complaints: list[str]) -> Iterator[Callable[..., Page]]:
-    """Opens a page of the service, further ones beside it; whatever a console complains of fails the test."""
+    """Yield a function that opens a page of the service, and fail the test if a console reports an error."""
     listeners: list[tuple[str, Callable[..., None]]] = []
     opened: list[Page] = []
 
@@ -114,7 +114,7 @@ def visit(tab: Page, server: Server, complaints: list[str]) -> Iterator[Callable
 
 
 def picture(page: Page, name: str) -> Path:
-    """A screenshot of the whole page."""
+    """Take a screenshot of the whole page; return its path."""
     ARTEFACTS.mkdir(parents=True, exist_ok=True)
     path = ARTEFACTS / f"{name}.png"
     page.screenshot(path=path, full_page=True)

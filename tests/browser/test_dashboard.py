@@ -1,6 +1,6 @@
-"""The dashboard in a real Chromium: every page with nothing, a little and a lot; dark and light; laptop and phone.
+"""Tests the dashboard in a real Chromium: pages with no, little and much data, dark and light, on laptop and phone.
 
-Also for those who dislike motion (WCAG 2.1, 2.3.3), or keep many pages open.
+Some tests are about readers who dislike motion (WCAG 2.1, 2.3.3) or who keep many pages open.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WCAG = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"], "resultTypes": 
 
 
 def draw_all(page: Page) -> None:
-    """Bring every chart into view and wait for it to be drawn, or to say why it is not."""
+    """Bring every chart into view, and wait until it is drawn or says why it is not."""
     for figure in page.locator("[data-chart]").all():
         figure.evaluate("figure => figure.scrollIntoView({block: 'center'})")  # while charts above it still grow
         expect(figure.locator(".marks, .waiting:not(:text-is('Loading…'))").first).to_be_attached()
@@ -48,7 +48,7 @@ def draw_all(page: Page) -> None:
 
 
 def draw(page: Page, chart: str) -> Locator:
-    """Bring the chart whose address ends so into view, and wait for it to be drawn; its figure."""
+    """Bring the chart with an address that ends in `chart` into view, and wait until it is drawn; return its figure."""
     figure = page.locator(f"[data-chart$='{chart}']")
     figure.scroll_into_view_if_needed()
     expect(figure.locator("svg.marks")).to_be_visible()
@@ -57,7 +57,7 @@ def draw(page: Page, chart: str) -> Locator:
 
 @pytest.fixture(scope="session")
 def followed(seeded: Seeded) -> str:
-    """A training at a recommendation that takes a fifth longer than predicted; its id."""
+    """Create a training run with the recommended configuration, a fifth slower than predicted; return its id."""
     job_id = seeded.post(routes.JOBS, specification("followed"))["job"]["id"]
     path = routes.JOB_RECOMMENDATION.format(job_id=job_id)
     best = httpx.get(seeded.url + path, timeout=60).json()["chosen"]
@@ -73,16 +73,16 @@ def followed(seeded: Seeded) -> str:
 
 
 def accessible(page: Page) -> None:
-    """WCAG 2.1, levels A and AA, as far as axe can tell: contrast, names of controls, what the keyboard reaches."""
+    """Assert WCAG 2.1, levels A and AA, as far as axe can check: contrast, names of controls, keyboard access."""
     page.evaluate(UNFADED)  # charts fade for the moment in which they load again, as they do after each event
     found = AXE.run(page, context={"exclude": [["svg.marks > *"]]}, options=WCAG).response["violations"]
     assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in found] == []
 
 
 def wait_until(page: Page, condition: str) -> None:
-    """Wait until JavaScript is true, as after a new width, which a chart follows a moment later.
+    """Wait until a JavaScript condition is true, for example until a chart follows a new width.
 
-    `wait_for_function` evaluates its text inside the page, which the page's policy forbids.
+    `wait_for_function` cannot be used, since it evaluates text inside the page, which the page's policy forbids.
     """
     ends = time.monotonic() + 30
     while not page.evaluate(condition):
@@ -91,7 +91,7 @@ def wait_until(page: Page, condition: str) -> None:
 
 
 def check(page: Page, name: str) -> None:
-    """No sideways scrolling, one heading of the page, headings and tables in order, accessible by axe; a picture."""
+    """Assert that the page is accessible, has ordered headings, and does not scroll sideways; store a picture."""
     assert page.evaluate(SIDEWAYS) <= 0
     assert page.evaluate(STRUCTURE) == []
     assert page.locator("h1").count() == 1
@@ -100,7 +100,7 @@ def check(page: Page, name: str) -> None:
 
 
 def enlarged(page: Page) -> None:
-    """Enlarged twice or fourfold no page scrolls sideways, and letters grow with the reader's (WCAG 1.4.4, 1.4.10)."""
+    """Assert that the page does not scroll sideways at 200 and 400 %, and that letters grow (WCAG 1.4.4, 1.4.10)."""
     for zoom in (2, 4):  # 1280 points wide at 200 % and 400 % are 640 and 320
         page.set_viewport_size({"width": 1280 // zoom, "height": 900 // zoom})
         assert page.evaluate(SIDEWAYS) <= 0, zoom
@@ -279,7 +279,7 @@ def test_a_run_is_live_one_pointer_reads_every_chart_and_zoom_asks_for_more(visi
 def test_any_metric_of_a_run_is_smoothed_on_a_logarithmic_axis_and_compared_with_other_runs(
     visit: Visit, seeded: Seeded
 ) -> None:
-    """Its output stands there as text, and a column that ended earlier says of which step its last value is."""
+    """The page also shows the output as text, and the step of the last value of a column that ended early."""
     body = {"kind": "train", "configuration": {"num_nodes": 1, "local_batch_size": 32}, "holder": "seed"}
     run_id = str(seeded.post(routes.JOB_RUNS.format(job_id=seeded.job_id), body)["id"])
     seeded.telemetry(run_id, 0, range(5, 1200, 10), {"eval_loss": [5 * 0.97**at for at in range(120)]})
@@ -481,7 +481,7 @@ def test_jobs_are_followed_sorted_and_archived_at_once_with_the_keyboard(visit: 
 
 
 def test_pages_out_of_sight_leave_the_browsers_connections_to_others(visit: Visit, seeded: Seeded) -> None:
-    """A browser opens six connections to a host; with a stream in each of six tabs, a seventh would load for ever."""
+    """A browser opens six connections to a host; with a stream in each of six tabs, a seventh would load forever."""
     job_id = seeded.post(routes.JOBS, specification("out-of-sight"))["job"]["id"]
     pages = []
     for _ in range(7):

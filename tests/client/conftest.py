@@ -1,4 +1,4 @@
-"""The service under the client tests, in a thread of this process behind a socket."""
+"""Runs the service for the client tests in a thread of this process, behind a socket."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # fixtures import the service: no test of make quick needs it
 
 @pytest.fixture(scope="session")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
-    """The application on a fresh, migrated SQLite file; each test registers jobs of other names."""
+    """Return the application on a new, migrated SQLite file; each test registers jobs with other names."""
     from benchmarks.support.server import migrate
     from tula_service.app import create_app
     from tula_service.settings import Settings
@@ -31,7 +31,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
 
 @pytest.fixture(scope="session")
 def address(app: FastAPI) -> Iterator[str]:
-    """The same application on a free port of this machine."""
+    """Serve the application on a free port of this machine; return its address."""
     import uvicorn
 
     config = uvicorn.Config(
@@ -49,13 +49,13 @@ def address(app: FastAPI) -> Iterator[str]:
 
 @pytest.fixture
 def client(address: str) -> Iterator[Client]:
-    """A client of that service."""
+    """Return a client of the service."""
     with Client(address, token="") as made:
         yield made
 
 
 def job_spec(name: str) -> JobSpec:
-    """A job of twelve candidates."""
+    """Return the specification of a job with twelve candidates."""
     return JobSpec.model_validate(
         {
             "name": name,
@@ -75,5 +75,5 @@ def job_spec(name: str) -> JobSpec:
 
 @pytest.fixture
 def spec(request: pytest.FixtureRequest) -> JobSpec:
-    """A job of this test's own."""
+    """Return the specification of a job with the name of the test."""
     return job_spec(request.node.name[:200])

@@ -1,4 +1,4 @@
-"""Wrong specifications and commands that fail: one clear sentence each, and nothing measured is lost."""
+"""Tests that invalid input and failed commands give one clear sentence each and lose no measurements."""
 
 from __future__ import annotations
 

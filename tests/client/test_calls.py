@@ -1,4 +1,4 @@
-"""Requests are built and answers parsed by pure functions; nothing here opens a connection."""
+"""Tests the pure functions that build requests and parse responses; no test opens a connection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `tula` command against the real service: what it prints, what it answers in JSON, how it fails."""
+"""Tests the `tula` command with the real service: its output, its JSON, and its failures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Tula = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def tula(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Tula:
-    """Runs a command line in this process; its exit code, output and errors."""
+    """Return a function that runs a command line in this process and returns its exit code, output and errors."""
     monkeypatch.setenv("TULA_URL", request.getfixturevalue("address"))
     monkeypatch.delenv("TULA_TOKEN", raising=False)
 
@@ -45,7 +45,7 @@ def tula(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, req
 
 @pytest.fixture(scope="module")
 def profiled(address: str) -> Job:
-    """A profiled job that tests only read."""
+    """Return a profiled job that tests only read."""
     with Client(address, token="") as client:
         made = client.register(job_spec("only read")).job
         profile(client, made.id)
@@ -54,7 +54,7 @@ def profiled(address: str) -> Job:
 
 @pytest.fixture
 def job(address: str, spec: JobSpec) -> str:
-    """A profiled job that the test may change; its id."""
+    """Return the id of a profiled job that the test may change."""
     with Client(address, token="") as client:
         made = client.register(spec).job
         profile(client, made.id)
@@ -341,7 +341,7 @@ def test_help_prints_words_in_brackets(tula: Tula) -> None:
 
 
 def test_no_text_of_the_service_steers_the_terminal(tula: Tula, job: str, address: str) -> None:
-    """F16: a message that an agent had reported set the title of the operator's terminal, or reordered the line."""
+    """A message from an agent once set the title of the operator's terminal or reordered the line."""
     with Client(address, token="") as client:
         (made, *_) = client.runs(job).runs
         made = client.create_run(job, RunCreate(kind="train", configuration=made.configuration, holder="me"))

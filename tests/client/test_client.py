@@ -1,4 +1,4 @@
-"""The clients against the real service, over a socket."""
+"""Tests the clients with the real service, over a socket."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ boots = (f"boot-{number}" for number in itertools.count())
 
 
 def steps(run: Run, count: int = 12) -> SampleBatch:
-    """Steps that follow the additive model, so that a fit has something true to find."""
+    """Return steps that follow the additive model, so that a fit finds its parameters."""
     chosen = run.configuration
     base = 0.02 + 0.001 * chosen.local_batch_size + 0.08 * (1 - 1 / chosen.world_size)
     return SampleBatch(
@@ -62,7 +62,7 @@ def steps(run: Run, count: int = 12) -> SampleBatch:
 
 
 def profile(client: Client, job_id: str) -> int:
-    """Work through a job's plan with made-up steps; how many runs it had."""
+    """Run all of a job's plan with invented steps; return the number of runs."""
     for done in itertools.count():
         claimed = client.claim(job_id, ClaimRequest(holder="test"))
         if claimed.run is None:

@@ -1,4 +1,4 @@
-"""The reader of server-sent events: each event once, in order, resumed where it was."""
+"""Tests that the reader of server-sent events returns each event once, in order, and resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_waits_between_connections_grow_and_follow_the_server() -> None:
 
 
 class Unsteady(httpx.BaseTransport):
-    """Serves two events a connection, then breaks; notes where each reader wanted to resume."""
+    """A server that sends two events per connection and then breaks off; it records where each reader resumes."""
 
     def __init__(self) -> None:
         self.asked: list[str | None] = []

@@ -1,4 +1,4 @@
-"""`tula init` writes a job.toml that `tula tune` takes with the command that it prints."""
+"""Tests that `tula init` writes a job.toml that `tula tune` accepts with the command that `tula init` prints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NVIDIA A100-SXM4-40GB, 40960
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, and no driver of a device."""
+    """Create an empty working folder and hide the drivers of devices."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
@@ -41,7 +41,7 @@ def four_devices(machine: Path) -> None:
 
 
 def written(capfd: Out, *command: str) -> tuple[JobSpec, list[str]]:
-    """The job of `tula init` and the words of the command to tune it, which must fit it."""
+    """Return the job that `tula init` writes and its command for tuning, after checking that they fit each other."""
     assert run(["init", "--", *command]) == 0
     words = shlex.split(capfd.readouterr().out.splitlines()[-1])
     assert words[:4] == ["tula", "tune", "job.toml", "--"]

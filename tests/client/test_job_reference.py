@@ -1,4 +1,4 @@
-"""The reference of `job.toml` lists what the wire takes, no more and no less: fields, types and defaults."""
+"""Tests that the reference of `job.toml` lists exactly the fields, types and defaults that the wire models accept."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_PRINTED = 100_000
 
 
 def expected() -> Iterator[tuple[str, str, str]]:
-    """(field, type, default) of every plain value, as the table is to say them."""
+    """Yield the (field, type, default) of every plain value, as the table should show them."""
     schema = JobSpec.model_json_schema()
     yield from _of(schema, schema["$defs"], "")
 
@@ -67,7 +67,7 @@ def _type(field: dict[str, Any]) -> str:
 
 
 def rows() -> dict[str, list[str]]:
-    """Cells of each row of the page's table, by field."""
+    """Return the cells of each row of the page's table, by field."""
     lines = [line for line in SECTION.splitlines() if line.startswith("| `")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert len({name for name, *_ in cells}) == len(cells)
@@ -87,7 +87,7 @@ def test_every_field_is_explained_with_its_unit() -> None:
 
 
 def fields_of(model: type[BaseModel], path: str = "") -> Iterator[str]:
-    """Dotted names of all fields of a model and of the models in it."""
+    """Yield the dotted names of all fields of a model and of the models in it."""
     for name, field in model.model_fields.items():
         yield f"{path}{name}"
         if (inner := model_in(field.annotation)) is not None:

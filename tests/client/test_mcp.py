@@ -1,4 +1,4 @@
-"""`tula mcp` through the official client: over stdio and HTTP, against a real service."""
+"""Tests `tula mcp` with the official client, over stdio and HTTP, and with a real service."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Ask = Callable[..., Awaitable[dict[str, Any]]]
 def served(
     address: str, *words: str, folder: Path | None = None, python: Path | None = None, **variables: str
 ) -> StdioServerParameters:
-    """How an editor starts `tula mcp`, which starts its processes with `python`."""
+    """Return the parameters with which an editor starts `tula mcp`; the server starts processes with `python`."""
     from mcp import StdioServerParameters
 
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")} | variables
@@ -51,14 +51,14 @@ def served(
 
 
 def connect(server: StdioServerParameters | str) -> Agent:
-    """The official client of a server, to be entered."""
+    """Return the official client of a server, as a context manager."""
     from mcp import Client
 
     return Client(server)
 
 
 def answers(agent: Agent) -> Ask:
-    """A function that calls a tool for its structured answer; a refusal is `{"refused": sentence}`."""
+    """Return a function that calls a tool and returns its result, or `{"refused": sentence}` for a refusal."""
     from mcp.types import TextContent
 
     async def ask(tool: str, **arguments: Any) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def answers(agent: Agent) -> Ask:
 
 
 class Conversation:
-    """Asks a server that is open as long as the module's tests run."""
+    """Calls tools of a server that remains open during the module's tests."""
 
     def __init__(self, agent: Agent, portal: BlockingPortal) -> None:
         self.agent, self.portal = agent, portal
@@ -85,13 +85,13 @@ class Conversation:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the server of `ask` runs."""
+    """Return the folder in which the server of `ask` runs."""
     return tmp_path_factory.mktemp("asked")
 
 
 @pytest.fixture(scope="module")
 def ask(address: str, folder: Path) -> Iterator[Conversation]:
-    """Calls tools of one server that was started without --allow-runs; its processes, for estimates, are forked."""
+    """Start a server without --allow-runs, with forked processes for estimates; yield a function that calls tools."""
     server = served(address, folder=folder, python=launchers() / "python", TULA_SECRET="secret")
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(connect(server)) as agent:
         yield Conversation(agent, portal)

@@ -1,4 +1,4 @@
-"""`tula export --to mlflow`: runs in a real MLflow store, brought up to date by a repeated export."""
+"""Tests that `tula export --to mlflow` stores runs in a real MLflow store, and that a second export updates them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # MLflow's own, of the librar
 
 @pytest.fixture(autouse=True)
 def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """An empty store of MLflow's in a file; its address."""
+    """Return the address of an empty MLflow store in a file."""
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")

@@ -1,4 +1,4 @@
-"""What `tula tune` and `tula run` print while they work."""
+"""Tests what `tula tune` and `tula run` print while they work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def left(launches, runs, seconds, usd=None, *, most=0):
 
 
 def printed_of(*costs, terminal=False):
-    """What the reporter prints of a job of two runs whose plan costs this, in turn."""
+    """Return what the reporter prints for a job of two runs with these costs of the plan, one after the other."""
     service, printed = FakeService([configuration(), configuration(2)]), io.StringIO()
     with Reporter(Console(file=printed, force_terminal=terminal, width=160)) as reporter:
         for cost in costs:

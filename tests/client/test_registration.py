@@ -1,4 +1,4 @@
-"""A changed `job.toml`: changes the job where it can, and registers another job only for fixed fields."""
+"""Tests that a changed `job.toml` changes the job if possible, and registers another job only for fixed fields."""
 
 from __future__ import annotations
 

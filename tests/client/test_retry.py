@@ -1,4 +1,4 @@
-"""The retry policy is a pure function: bounded, and it never repeats what may have been done."""
+"""Tests that the retry policy is bounded, and does not repeat a request that may have taken effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch schedule as people, scripts and Megatron-LM get it; `tests/agent/test_callbacks.py` has the callbacks."""
+"""Tests a batch schedule for people, scripts and Megatron-LM; `tests/agent/test_callbacks.py` tests the callbacks."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ TRAINED = Configuration(num_nodes=4, local_batch_size=32)
 
 
 def slow_steps(run: Run) -> SampleBatch:
-    """The steps of other tests, each some ten seconds long: a relaunch is short against a stage."""
+    """Return steps of some ten seconds each, so that a relaunch is short compared with a stage."""
     quick = steps(run)
     return quick.model_copy(update={"step_time_s": [100.0 * value for value in quick.step_time_s]})
 
 
 @pytest.fixture(scope="module")
 def scheduled(address: str) -> Job:
-    """A profiled job whose last training saw the noise scale grow from 64 to 3,000 examples."""
+    """Return a profiled job for which the noise scale grew from 64 to 3,000 examples in its last training run."""
     with Client(address, token="") as client:
         made = client.register(job_spec("a batch schedule")).job
         while (claimed := client.claim(made.id, ClaimRequest(holder="test")).run) is not None:

@@ -1,4 +1,4 @@
-"""What scripts and notebooks call: one-line recommendation, waiting, own profiling runs, handles of both clients."""
+"""Tests the interface for scripts and notebooks: one-line recommendation, waiting, own profiling runs, and handles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where address and token come from: argument, environment, `.env`, config file; and where a token may not go."""
+"""Tests where address and token are read from (argument, environment, `.env`, file), and where a token may not go."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tula_client.cli.app import run
 
 @pytest.fixture(autouse=True)
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No variable, an empty working directory, and a config folder without a file."""
+    """Unset the variables, and use an empty working directory and a config folder without a file."""
     for name in ("TULA_URL", "TULA_TOKEN"):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
@@ -65,7 +65,7 @@ def test_a_files_token_goes_to_the_address_of_that_file_alone(monkeypatch: pytes
 
 
 def test_no_downloaded_folder_leads_the_token_of_the_environment_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without TULA_URL, TULA_TOKEN is for the default address, and for one that is given by hand."""
+    """Without TULA_URL, TULA_TOKEN applies only to the default address and to an address that the user types."""
     monkeypatch.setenv("TULA_TOKEN", "variable")
     assert (access().url, access().token) == (DEFAULT_URL, "variable")
     assert access("http://by-hand").token == "variable"
@@ -112,7 +112,7 @@ def test_a_dotenv_that_is_no_file_is_passed_over() -> None:
 
 @pytest.mark.slow  # the command imports torch
 def test_the_command_hands_both_to_what_it_starts(capfd: pytest.CaptureFixture[str]) -> None:
-    """The agent of a launched training reads the environment alone."""
+    """The agent in a launched training process reads only the environment."""
     file = config('url = "http://127.0.0.1:9"\ntoken = "secret"\n')
     assert run(["doctor", "--json"]) == 1
     assert f"http://127.0.0.1:9 (from {file}) does not respond" in capfd.readouterr().out

@@ -1,4 +1,4 @@
-"""Tables in a terminal: a run stays on one line where the terminal is of a usual width."""
+"""Tests the tables in a terminal: a run stays on one line if the terminal has a usual width."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tula tune` started again: what is done is not done a second time."""
+"""Tests that `tula tune`, started again, does not repeat what is done."""
 
 from __future__ import annotations
 

@@ -134,9 +134,7 @@ class Tula:
             return sorted(client.handle(name).runs(), key=lambda run: run.created_at)
 
     def processes(self, script: str = SCRIPT) -> list[int]:
-        """Return the ids of the processes that run the script and report to the service of this test, not of another
-        one.
-        """
+        """Return the ids of the processes that run the script and report to the service of this test."""
         service = f"TULA_URL={self.environment['TULA_URL']}".encode()
         found = []
         for entry in Path("/proc").iterdir():

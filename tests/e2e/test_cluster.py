@@ -51,9 +51,7 @@ def rate_mbit(cluster: Cluster, size: int) -> float:
 
 
 def best_rate_mbit(cluster: Cluster, size: int, *, enough: float) -> float:
-    """Return the best rate of up to ten transfers, since a busy machine only lowers it; stop at the first above
-    `enough`.
-    """
+    """Return the best rate of up to ten transfers, since a busy machine lowers it; stop above `enough`."""
     best = 0.0
     for _ in range(10):
         best = max(best, rate_mbit(cluster, size))

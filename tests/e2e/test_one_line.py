@@ -145,7 +145,7 @@ def check_one_run(client: Client, job: str, ranks: int) -> None:
 def test_a_script_without_an_edit_joins_the_job_in_its_environment(
     client: Client, server: Server, tmp_path: Path
 ) -> None:
-    """One rank, since torchrun starts an interpreter for each, which runs the start-up hook; the next test has two."""
+    """The run has one rank, since torchrun starts an interpreter for each; the next test has two."""
     client.register(spec("no line", cluster={"max_nodes": 1, "ranks_per_node": 1}))
     command = [str(launchers() / "torchrun"), "--standalone", "--nproc-per-node=1", str(UNEDITED / "plain_ddp.py")]
     without_an_edit(server, "no line", tmp_path, *command, *SHORT)

@@ -1,4 +1,4 @@
-"""Tests `tula tune` over options of a real script: each launch has its options' words, and the choice was launched."""
+"""Tests that `tula tune` launches a real script with its options as arguments, and chooses among launched ones."""
 
 from __future__ import annotations
 

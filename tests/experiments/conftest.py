@@ -1,4 +1,4 @@
-"""Tensors here are tiny: a second thread would only wait for the first, for minutes on a busy machine."""
+"""Limits torch to one thread: on these tiny tensors, a second thread would only wait, for minutes on a busy machine."""
 
 from __future__ import annotations
 

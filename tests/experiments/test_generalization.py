@@ -1,4 +1,4 @@
-"""The generalization experiment: its figures, its data sets, and that every method trains."""
+"""Tests the generalization experiment: its figures, its data sets, and that every method trains."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TINY = replace(
 
 
 def results(case: str, seed: int = 0, **tests: float) -> list[Result]:
-    """One run a method; validation equals test, except that `x8` looks best on validation and is not on test."""
+    """Return one run per method; validation equals test, except that `x8` looks best only on validation."""
     names = {"small": "small batch", "default": "Tula default", "cut": "linear, cut", "polo": "post-local SGD"}
     rows = []
     for short, test in tests.items():
@@ -70,7 +70,7 @@ def test_figures_of_merit_are_computed_as_their_names_say():
 
 
 def test_intervals_are_paired_by_seed():
-    """Seeds differ by ten points, the methods of a seed by two on average: the interval is of the latter."""
+    """Seeds differ by ten points, but the methods by two points on average, and the interval is for the latter."""
     found = []
     for seed, (test, lead) in enumerate([(50, 1.0), (60, 2.0), (70, 3.0)]):
         found += results("c/vgg/512", seed, LBT=test, default=test + lead)
@@ -82,7 +82,7 @@ def test_intervals_are_paired_by_seed():
 
 
 class Tuned(Campaign):
-    """Validation accuracy is a given function of rate and seed."""
+    """A campaign in which validation accuracy is a given function of learning rate and seed."""
 
     def __init__(self, validation) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def test_development_and_test_cases_are_apart_and_every_named_baseline_is_run():
 
 
 def test_betas_of_adam_follow_the_batch():
-    """Malladi et al. 2022: 1 - beta grows by B / base, no further than to 1."""
+    """According to Malladi et al. (2022), 1 - beta grows by B / base, to at most 1."""
     (root,) = [method for method in ADAM_METHODS if method.name == "root"]
     case = Case("stdlib", "transformer", 64, 4)
     network = build("transformer", num_classes=256, side=32)

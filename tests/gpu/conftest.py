@@ -1,4 +1,4 @@
-"""Tests of the agent on a real accelerator: `make test-gpu`. They are skipped where torch sees none."""
+"""Provides a real accelerator for tests of the agent (`make test-gpu`), which are skipped if torch has none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.agent.sink import Sink, start
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need an accelerator where there is none."""
+    """Skip tests that need an accelerator if there is none."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -21,14 +21,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def device() -> torch.device:
-    """The accelerator under test, without what earlier tests left on it."""
+    """Return the accelerator under test, after releasing the memory that earlier tests have cached."""
     torch.cuda.empty_cache()
     return torch.device("cuda")
 
 
 @pytest.fixture
 def sink() -> Iterator[Sink]:
-    """A service that takes everything that the agent sends."""
+    """Start a service that accepts everything that the agent sends."""
     made = Sink()
     server = start(made)
     yield made

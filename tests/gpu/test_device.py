@@ -1,4 +1,4 @@
-"""What the agent relies on of a device: its clock, its memory figures, and trainings that the agent does not change."""
+"""Tests what the agent needs from a device (its clock and memory figures), and that training remains unchanged."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MAX_STEP_OVERHEAD, MAX_CPU_S = 0.003, 60e-6
 
 @dataclass
 class Training:
-    """Final weights of a short training, its seconds a step (wall clock, and CPU of the training thread)."""
+    """The final weights of a short training run, and its seconds per step by wall clock and CPU time."""
 
     weights: list[torch.Tensor]
     step_s: float
@@ -49,14 +49,14 @@ class Training:
 
 
 class Trainer:
-    """Trains a perceptron, the same way every time, with or without the agent."""
+    """Trains a perceptron in the same way every time, with or without the agent."""
 
     def __init__(self, device: torch.device, sink: Sink, spool: Path) -> None:
         self.device, self.sink, self.spool = device, sink, spool
 
     @contextmanager
     def watched(self, agent: bool = True, **variables: str) -> Iterator[Run]:
-        """A run that reports to the sink, or one without an agent; no part of the agent may fail in it."""
+        """Yield a run that reports to the sink, or one without an agent, in which no part of the agent may fail."""
         if not agent:
             yield Run(None)
             return
@@ -84,7 +84,7 @@ class Trainer:
     ) -> Training:
         """Train for `steps` steps after WARMUP_STEPS.
 
-        spoiled_step: train in mixed precision with a GradScaler; the loss of this step is infinite.
+        With `spoiled_step`, train in mixed precision with a GradScaler, and make the loss of this step infinite.
         """
         torch.manual_seed(0)
         model: Any = nn.Sequential(*(nn.Linear(width, width) for _ in range(4))).to(self.device)
@@ -118,7 +118,7 @@ class Trainer:
 def scaled_step(
     model: Any, data: torch.Tensor, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, *, spoiled: bool
 ) -> int:
-    """One step of mixed precision; 1 if the scaler skipped it."""
+    """Take one step of mixed precision; return 1 if the scaler skipped it."""
     with torch.autocast("cuda", dtype=torch.float16):
         loss = model(data).float().square().mean()
     scaler.scale(loss * math.inf if spoiled else loss).backward()
@@ -138,7 +138,7 @@ def same_weights(left: Training, right: Training) -> bool:
 
 
 def peak_of(trainer: Trainer, examples: int) -> int:
-    """Peak bytes of a training of a few steps with this batch."""
+    """Return the peak bytes of a few training steps with this batch."""
     torch.cuda.reset_peak_memory_stats()
     trainer.train(3, examples=examples)
     return torch.cuda.max_memory_allocated()
@@ -199,7 +199,7 @@ def test_the_peak_of_a_small_batch_comes_back_after_a_larger_one(trainer: Traine
 
 
 def test_each_batch_of_a_launch_has_the_peak_of_a_separate_launch(trainer: Trainer) -> None:
-    """But for the whole batch, which is on the device while smaller ones are cut from it."""
+    """The whole batch is an exception, since it is on the device while smaller ones are cut from it."""
     sizes = [EXAMPLES, 2 * EXAMPLES, 4 * EXAMPLES]
     variables = {
         "TULA_KIND": "profile",
@@ -270,12 +270,12 @@ def test_the_noise_scale_by_hooks_is_that_of_separate_gradients(device: torch.de
 
 
 def clearly_above(limit: float, readings: Sequence[float]) -> bool:
-    """True if even the second least of nine readings is above: that bounds the median with 96 %."""
+    """Return True if the second-smallest of nine readings is above the limit, which bounds the median with 96 %."""
     return sorted(readings)[1] > limit
 
 
 def test_the_agent_adds_little_to_a_step_and_changes_no_weight(trainer: Trainer) -> None:
-    """In turns with the same training without the agent, and with steps so small that the host never waits."""
+    """Runs with and without the agent take turns; their steps are so small that the host never waits."""
     shares, cpu_s = [], []
     trainer.train(30)
     for pair in range(9):
@@ -297,7 +297,7 @@ def wait_for_shipping(sink: Sink) -> None:
 
 
 def test_a_step_is_captured_in_a_cuda_graph_under_the_agent_and_its_replays_train(trainer: Trainer) -> None:
-    """Last in this file: a capture that fails harms its process."""
+    """This test is the last in the file, since a capture that fails harms its process."""
     model = nn.Linear(WIDTH, WIDTH).to(trainer.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     batch = torch.randn(EXAMPLES, WIDTH, device=trainer.device)

@@ -1,4 +1,4 @@
-"""Fits run in a process of their own, which is replaced when it dies and never outlives the service."""
+"""Tests that fits run in a separate process, which is replaced if it dies and never outlives the service."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ with fits.turn() as compute:
 
 @pytest.fixture(scope="module")
 def fits() -> Iterator[Fits]:
-    """A queue with a process behind it."""
+    """Start a queue with a process for fits."""
     started = Fits()
     ready = started.start()
     assert ready is not None

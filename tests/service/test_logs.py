@@ -1,4 +1,4 @@
-"""The service's log: JSON for programs, text on a terminal, and nothing in either that steers a terminal."""
+"""Tests the service's log: JSON for programs, text on a terminal, and no control characters in either."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of the service: where each is read from, and what is said of one that is wrong."""
+"""Tests where each setting of the service is read from, and the message about an invalid one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tula_service.settings import Settings, SettingsError
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory: an empty one."""
+    """Make an empty folder the working directory; return it."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -1,1 +1,1 @@
-"""Helpers for tests of several parts; this package contains no tests."""
+"""Provides helpers for tests of several parts; this package contains no tests."""

@@ -1,4 +1,4 @@
-"""Step times of a training run that was recorded on a busy host."""
+"""Provides the step times of a training run that was recorded on a busy host."""
 
 from __future__ import annotations
 

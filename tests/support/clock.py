@@ -1,4 +1,4 @@
-"""A clock that tests can advance without waiting."""
+"""Provides a clock that tests can advance without waiting."""
 
 from __future__ import annotations
 

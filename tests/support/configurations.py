@@ -1,4 +1,4 @@
-"""A function with which tests can write configurations briefly."""
+"""Provides a function with which tests can write configurations briefly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A proxy that terminates TLS with a certificate signed by an authority that is created for the test."""
+"""Runs a proxy that terminates TLS with a certificate signed by an authority that is created for the test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers and texts beyond what can be true are refused by the contract, with one sentence."""
+"""Tests that the contract refuses impossible numbers and texts with one sentence."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tula_wire.text import printable, printable_lines
     ],
 )
 def test_a_number_beyond_its_physical_bounds_is_refused(model: type[BaseModel], field: str, value: Any) -> None:
-    """F2, F11: `static_scale` 1e24 destroyed weights, a price of 1e308 was stored and made pages fail."""
+    """A `static_scale` of 1e24 once destroyed weights, and a stored price of 1e308 made pages fail."""
     with pytest.raises(ValidationError) as caught:
         model.model_validate({field: value})
     assert {"greater_than_equal", "less_than_equal"} & {
@@ -46,7 +46,7 @@ def test_a_name_with_a_character_that_is_not_printable_is_refused(text: str) -> 
 
 
 def test_a_message_is_kept_on_one_printable_line() -> None:
-    """Refusing it would lose how the run ended: it is often the text of an exception."""
+    """A refusal would lose the cause of the run's end, since the message is often the text of an exception."""
     patch = wire.RunPatch(state="failed", message="RuntimeError: a\n\tb \x1b[31mred\x1b[0m \u202e")
     assert patch.message == "RuntimeError: a b \ufffd[31mred\ufffd[0m \ufffd"
     assert printable("é 日本 \U0001f600") == "é 日本 \U0001f600"

@@ -1,4 +1,4 @@
-"""Names of accelerators as drivers, clouds and tables write them find the right row of the device table."""
+"""Tests that accelerator names of drivers, clouds and tables find the right row of the device table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers and configurations read as people write them, in the terminal and on pages."""
+"""Tests that numbers and configurations read as people write them, in the terminal and on pages."""
 
 from __future__ import annotations
 

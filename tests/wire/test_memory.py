@@ -1,4 +1,4 @@
-"""The memory formula: from one batch it errs on the safe side, from two it is the line through both."""
+"""Tests the memory formula: from one batch it errs on the safe side; from two batches it is the line through both."""
 
 from __future__ import annotations
 

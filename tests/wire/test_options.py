@@ -1,4 +1,4 @@
-"""Options of a job: refused with one sentence each, completed to one canonical form, an object on the wire."""
+"""Tests options of a job: invalid ones get one sentence each, valid ones a canonical form and an object on the wire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A profiling run ends early once its step time is known precisely enough, and not before."""
+"""Tests that a profiling run ends early once its step time is known precisely enough, and not before."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_error_shrinks_with_the_root_of_the_count() -> None:
 
 @pytest.mark.parametrize("every", [2, 4, 8])
 def test_slow_steps_that_recur_are_never_enough(every: int) -> None:
-    """The median would end the run after eight steps, as if there were no slow ones."""
+    """By the median, the run would end after eight steps, as if there were no slow steps."""
     times = [0.162 if step % every == 0 else 0.012 for step in range(200)]
     assert all(relative_error(times[:count]) > 0.1 for count in range(8, 201))
     assert relative_error([10 * time_s for time_s in times[:8]]) > 0.1
@@ -57,7 +57,7 @@ def test_noise_of_a_percent_is_precise_enough_and_of_thirty_is_not() -> None:
 
 
 def ends_after(times: list[float], measuring_steps: int, precision: float = 0.02) -> int:
-    """Return how many steps a run measures that does not end early."""
+    """Return the number of steps after which a run ends."""
     return next(n for n in range(1, len(times)) if is_long_enough(times[:n], n, measuring_steps, precision))
 
 
@@ -69,7 +69,7 @@ def test_a_run_whose_steps_are_nearly_alike_measures_what_it_was_asked_for(cv: f
 
 @pytest.mark.slow
 def test_a_run_whose_steps_are_slow_at_random_goes_on_until_their_mean_is_known() -> None:
-    """Half of the steps take three times as long: thirty of them leave the mean off by an eighth in one run of ten."""
+    """Half of the steps take three times as long; the mean of thirty is off by an eighth in one run of ten."""
     asked, off_then, off_at_end = 30, [], []
     for seed in range(40):
         times = np.where(np.random.default_rng(seed).random(8 * asked + 1) < 0.5, 0.3, 0.1)

@@ -1,4 +1,4 @@
-"""Readers take what a newer writer adds: fields they do not know, and words that their sets do not have."""
+"""Tests that readers accept what a newer writer adds: fields and words that they do not know."""
 
 from __future__ import annotations
 

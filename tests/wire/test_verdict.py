@@ -1,4 +1,4 @@
-"""The verdict names the cause that takes most of a step, and claims no more for the next step than shares allow."""
+"""Tests that the verdict names the cause that takes most of a step, and claims no larger saving than shares allow."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def steps_of(
     slowest: int | None = None,
     noise: float = 0.05,
 ) -> Steps:
-    """Steps of about a second, of which these shares are waits."""
+    """Return steps of about a second with these shares of waits."""
     rng = random.Random(1)
     times = [1.0 + noise * (rng.random() - 0.5) for _ in range(count)]
     column = {name: None if share is None else share for name, share in (("comm", comm), ("skew", skew))}
@@ -186,7 +186,7 @@ shares = st.floats(0.0, 1.0, allow_nan=False)
     ),
 )
 def test_any_measurement_gets_a_verdict_whose_saving_is_a_share(rows: list[tuple[float, ...]], host: HostFacts) -> None:
-    """A clock may even say that parts take longer than the step."""
+    """With an inaccurate clock, the parts of a step may even take longer than the step."""
     steps = Steps(
         step_time_s=[row[0] for row in rows],
         input_time_s=[row[0] * row[1] for row in rows],

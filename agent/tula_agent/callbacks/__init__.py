@@ -1,4 +1,7 @@
-"""Callbacks for training frameworks. Each module imports one framework, so import only the module that is needed."""
+"""Contains callbacks for training frameworks.
+
+Each module imports one framework, so import only the module that is needed.
+"""
 
 from __future__ import annotations
 

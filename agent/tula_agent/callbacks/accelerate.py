@@ -1,4 +1,4 @@
-"""Tracker that sends metrics logged through accelerate as telemetry: `Accelerator(log_with=[TulaTracker(run)])`.
+"""Sends metrics logged through accelerate as telemetry: `Accelerator(log_with=[TulaTracker(run)])`.
 
 The script keeps its own loop, which must call `run.steps`.
 """

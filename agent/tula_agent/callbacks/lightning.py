@@ -1,4 +1,4 @@
-"""Callback that runs the agent in Lightning 2: `Trainer(callbacks=[TulaCallback(dataset_size=...)])`."""
+"""Runs the agent in Lightning 2 with a callback: `Trainer(callbacks=[TulaCallback(dataset_size=...)])`."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class TulaCallback(Callback):
         self._pause.enter_context(self.run.paused())
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
-        """Exclude the time that Lightning takes to write the checkpoint after this hook, the last one of a batch."""
+        """Exclude the time until the next micro-step, since Lightning writes the checkpoint after this hook."""
         self.on_validation_start(trainer, pl_module)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002

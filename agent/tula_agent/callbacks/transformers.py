@@ -1,4 +1,4 @@
-"""Callback that runs the agent in Hugging Face transformers.
+"""Runs the agent in Hugging Face transformers with a callback.
 
 Usage: `Trainer(callbacks=[TulaTrainerCallback(dataset_size=...)])`.
 """
@@ -85,7 +85,7 @@ class TulaTrainerCallback(TrainerCallback):
 
 
 def _watch_around(run: Run, model: Any) -> None:
-    """Watch the DDP module that wraps `model`, found in the first forward pass, since callbacks do not receive it."""
+    """Find the DDP module around `model` in the first forward pass and watch it, since callbacks do not receive it."""
 
     def found(*_: Any) -> None:
         hook.remove()

@@ -1,1 +1,1 @@
-"""Sub-commands that the agent adds to `tula` through the entry-point group `tula.commands`."""
+"""Contains the sub-commands that the agent adds to `tula` through the entry-point group `tula.commands`."""

@@ -37,7 +37,7 @@ def estimate(
     device: Annotated[str | None, typer.Option(help="Accelerator, such as A100-80GB.")] = None,
     write: Annotated[
         Path | None,
-        typer.Option(metavar="SPEC.toml", help="Write the results into this job specification's [model]."),
+        typer.Option(metavar="SPEC.toml", help="Write the results into the [model] table of this job specification."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -26,7 +26,7 @@ _GROUP_WITHIN = timedelta(seconds=60)
 
 
 def time_all_reduces(device: torch.device, total_s: float) -> dict[str, Any]:
-    """Measure for about `total_s` seconds on all ranks together; return the fields of `tula_wire.AllReduces`.
+    """Time all-reduces on all ranks for about `total_s` seconds; return the fields of `tula_wire.AllReduces`.
 
     All ranks of the default group must call this function at the same place, and all get the same result. The function
     creates separate groups, so that a missing rank does not disturb the training run's collectives. Raises ValueError
@@ -83,7 +83,10 @@ def _backend(group: Any, device: torch.device) -> str:
 
 
 def _readings(group: Any, device: torch.device, budget_s: float) -> list[dict[str, float]]:
-    """Return times for increasing sizes until the next would exceed `budget_s`, which the ranks decide together."""
+    """Return the times of all-reduces of increasing sizes, measured within about `budget_s` seconds.
+
+    The ranks decide together whether there is time for the next size.
+    """
     readings: list[dict[str, float]] = []
     size, end = _SMALLEST_BYTES, time.monotonic() + budget_s
     largest = _LARGEST_BYTES[_backend(group, device)]

@@ -179,7 +179,10 @@ def _allocation_model(first_batch: int, once: _DryRun, twice: _DryRun) -> Alloca
 
 
 def _find_precision(model: torch.nn.Module) -> str:
-    """Return the autocast dtype, or else the dtype of most parameters, as in `ModelSpec.precision`; tf32 if allowed."""
+    """Return the autocast dtype, or else the dtype of most parameters, named as in `ModelSpec.precision`.
+
+    float32 is named tf32 if the script lets torch round the operands of matrix products.
+    """
     dtype = autocast_dtype()
     if dtype is None:
         sizes: dict[torch.dtype, int] = {}
@@ -211,7 +214,7 @@ def state_ratios(optimizer: torch.optim.Optimizer | None) -> list[float]:
 
 
 class _Step(nn.Module):
-    """Runs the forward and backward pass in one call, since recomputing activations requires the same weights.
+    """Runs both passes in one call, so that forward passes repeated during the backward pass use the same weights.
 
     `recomputed`: the modules whose forward pass ran during the backward pass.
     """

@@ -23,8 +23,8 @@ class GradientReader:
     Readings come in pairs, since gradient variability is computed from two consecutive steps. After a pair that took c
     seconds in total, the next pair begins `c / allowed` steps later, where `allowed` is SHARE_OF_STEP times the step
     time, limited to [MIN_COST_S, MAX_COST_S]. `due` is an attribute, so that a step without a reading costs only one
-    comparison. For sharded parameters, `due` is infinite, since their norm would require a collective and only the
-    first rank reads.
+    comparison. For sharded parameters, `due` is infinite, since computing their norm would require a collective, but
+    only the first rank reads gradients.
     """
 
     def __init__(self) -> None:

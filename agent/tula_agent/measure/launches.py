@@ -1,4 +1,4 @@
-"""Counts the operations of a step, and measures the host's launch rate, which limits the speed at small batches."""
+"""Counts the operations of a step, and measures the host's launch rate, which limits the speed at small batch sizes."""
 
 from __future__ import annotations
 

@@ -50,8 +50,9 @@ class StepTimer:
 
     @property
     def grad_accum_steps(self) -> int:
-        """Return the number of micro-steps per step, which is as configured (or 1) until two successive steps differ
-        from it.
+        """Return the number of micro-steps per step, as configured until two successive steps show another number.
+
+        If none is configured, the first step determines the number, which is 1 until this step ends.
         """
         return self._expected or 1
 

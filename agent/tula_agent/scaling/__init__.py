@@ -1,4 +1,4 @@
-"""Gradient scaling for large batches: the optimizer wrapper and its policies."""
+"""Defines the optimizer wrapper that scales gradients for large batches, and its policies."""
 
 from __future__ import annotations
 

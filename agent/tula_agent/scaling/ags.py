@@ -1,4 +1,4 @@
-"""AGS as published in the paper: `ags` (Algorithm 1) and `static` (equation 8), for steps that are not sensitive.
+"""Implements AGS as published: `ags` (Algorithm 1) and `static` (equation 8) scale steps that are not sensitive.
 
     s = min(|g_small| / (|g_large| + eps), s_max) by element, where   | |G_i|^2 - |G_{i-1}|^2 | / |G_{i-1}|^2 < delta
 
@@ -46,7 +46,7 @@ def factor_from_squares(small: torch.Tensor, large: torch.Tensor, *, s_min: floa
 
 @dataclass(frozen=True)
 class GatedFactors:
-    """Factor of each parameter (0-d or in its shape; None means 1) and the gate (0-d; 1 if the step may be scaled)."""
+    """Factor of each parameter (0-d or in the parameter's shape; None means 1) and gate (0-d; 1: scale the step)."""
 
     by_parameter: Gradients
     gate: torch.Tensor
@@ -229,7 +229,7 @@ class AgsRule:
         return [torch.ones_like(squares(p, "element")) if f is None else f for f, p in pairs]
 
     def load_factors(self, factors: Gradients, numbers: Numbers) -> None:
-        """Restore the factors that `saved_factors` returned; `numbers` are the values in force."""
+        """Restore the factors that `saved_factors` returned; `numbers` are the values that apply now."""
         if not any(f is not None and bool((f != 1.0).any()) for f in factors):
             return
         self._found_for, self._found_with = self._statistics.parameters(), numbers

@@ -220,8 +220,8 @@ class Shape:
 def embeddings(parameters: Sequence[torch.Tensor]) -> list[bool]:
     """Return a flag for each of `parameters`, True if it is an embedding table of a module in this process.
 
-    An optimizer refers only to tensors, so the modules are found through the garbage collector, once, which takes tens
-    of milliseconds. The collector does not list objects that `gc.freeze` has hidden, so a warning is logged if a
+    An optimizer refers only to tensors, so the modules are found through the garbage collector, which takes tens of
+    milliseconds. The collector does not list objects that `gc.freeze` has hidden, so a warning is logged if a
     parameter is hidden. The search does not run any code of the modules.
     """
     objects = gc.get_objects()
@@ -247,11 +247,12 @@ def matrix_shape(parameter: torch.Tensor) -> Shape | None:
 
 @lru_cache(maxsize=8)
 def affordable(shapes: tuple[Shape, ...], batch_size: float | None, *, host: bool) -> tuple[bool, ...]:
-    """Return a flag for each matrix, False for the largest, which are not turned if MOST_OPERATIONS would be exceeded.
+    """Return a flag for each matrix, True if its steps are turned (see `Directions`).
 
-    The forward and backward passes of a step count as 6 operations per weight, position and example of the global
-    batch; if the batch size is unknown, all matrices are turned. On a GPU, each operation for turning counts
-    DEVICE_COST times. The result depends only on the arguments, so it is the same on every rank.
+    The matrices whose steps are most expensive to turn are left out if the total would exceed the share MOST_OPERATIONS
+    of a step's operations. The forward and backward passes of a step count as 6 operations per weight, position and
+    example of the global batch; if the batch size is unknown, all matrices are turned. On a GPU, each operation for
+    turning counts DEVICE_COST times. The result depends only on the arguments, so it is the same on every rank.
     """
     if batch_size is None:
         return (True,) * len(shapes)
@@ -313,13 +314,14 @@ class _Matrix:
 
 
 class Directions:
-    """Turns the steps of a model's matrices. Each matrix has an owner rank, and all ranks apply the owner's correction.
+    """Turns the steps of a model's matrices, which means that D replaces U (see the module's docstring).
 
-    The replicas therefore remain bit-identical even on different devices, and each of N ranks does 1/N of the work.
-    Corrections are sent in bfloat16, in one exchange per step, because training does not need their last bits but slow
-    networks need small messages. `left_out` is the number of matrices whose steps are not turned because turning all
-    steps would cost too much. The steps of embeddings are not turned either, since their rows are not directions of a
-    linear map, nor are the steps of parameter groups with `direction=False`.
+    Each matrix has an owner rank, and all ranks apply the owner's correction. The replicas therefore remain
+    bit-identical even on different devices, and each of N ranks does 1/N of the work. Corrections are sent in bfloat16,
+    in one exchange per step, because training does not need their last bits but slow networks need small messages.
+    `left_out` is the number of matrices whose steps are not turned because turning all steps would cost too much. The
+    steps of embeddings are not turned either, since their rows are not directions of a linear map, nor are the steps of
+    parameter groups with `direction=False`.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, ranks: Ranks, damping: float = DAMPING) -> None:

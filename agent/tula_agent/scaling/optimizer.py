@@ -111,7 +111,7 @@ class TulaOptimizer(torch.optim.Optimizer):
 
     @property
     def numbers(self) -> Numbers:
-        """Return the values that are in force on all ranks."""
+        """Return the values that now apply on all ranks."""
         return numbers_in_force(self.policy, self._arguments["small_batch_size"], self._statistics.served)
 
     @property

@@ -1,4 +1,4 @@
-"""Defines the policies of `TulaOptimizer`, and determines which of their values are in force.
+"""Defines the policies of `TulaOptimizer`, and determines which values apply.
 
 A value from the script takes precedence over a value that a user set on the service (`Served`), which takes precedence
 over the default.
@@ -194,7 +194,7 @@ SERVED_SLOTS = len(fields(Served))
 
 @dataclass(frozen=True)
 class Numbers:
-    """Values that are in force; if `s_max` is None, the policy's default applies."""
+    """Values that apply to a step; if `s_max` is None, the policy's default applies."""
 
     small_batch_size: int | None
     delta: float
@@ -204,7 +204,7 @@ class Numbers:
 
 
 def numbers_in_force(policy: Policy, small_batch_size: int | None, served: Served) -> Numbers:
-    """Return the values in force, each of which is the script's, or else the service's, or else the default.
+    """Return the values that apply: for each one, the script's value, or else the service's, or else the default.
 
     A bound from the service that contradicts a bound in the script is ignored, since users of the service do not see
     the script.

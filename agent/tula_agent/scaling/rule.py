@@ -1,4 +1,4 @@
-"""The rule of the `gain` policy, which multiplies the learning rate by a noise gain measured in earlier steps.
+"""Implements the `gain` policy, which multiplies the learning rate by a noise gain measured in earlier steps.
 
     r = (|G|^2 + c S/b) / (|G|^2 + c S/B),   c = 4,   in [1, B/b],   at most 1.1 times the previous step's r
 
@@ -301,7 +301,7 @@ class SpikeClip:
 
 
 def _part_read(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a view of the first rows of `gradient` in any memory format."""
+    """Return a small gradient whole, or else a view of its first rows; works with any memory format."""
     elements = gradient.numel()
     if elements <= _WHOLE:
         return gradient

@@ -128,7 +128,7 @@ class GradientStatistics:
     cannot be used, since the last batch of an epoch may be shorter on some ranks, whose factors would then differ.
     `share`: the fraction of each batch, and so of `global_batch_size`, that the agent passes to the script.
     `matrices`: the indices of the parameters whose noise is measured separately.
-    `served`: the service's values that are in force, equal on all ranks. `pulled`: the values that this rank has
+    `served`: the service's values that now apply, equal on all ranks. `pulled`: the values that this rank has
     requested; those of the first rank are sent to the other ranks in the next measurement, so that all ranks apply them
     in the same step without an extra collective.
     """

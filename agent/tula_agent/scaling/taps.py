@@ -1,4 +1,4 @@
-"""Hooks on parameters that sum the squared gradients of a rank's backward passes, before gradients are averaged.
+"""Sums the squared gradients of a rank's backward passes with hooks on parameters, before gradients are averaged.
 
     squares_l = sum_i |g_i,l|^2        over the parts i (micro-steps) of this rank, for each parameter l
 

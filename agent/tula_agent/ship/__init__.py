@@ -1,1 +1,1 @@
-"""Sends measurements in columns to the service from a background thread, which spools them to disk if this fails."""
+"""Sends measurements to the service from a background thread, or stores them on disk if sending fails."""

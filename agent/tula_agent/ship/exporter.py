@@ -35,7 +35,7 @@ SAVING_SHARE = 0.1
 
 
 class Exporter:
-    """Sends requests from a bounded queue and from a spool on disk; a daemon thread, started on first use, does this.
+    """Sends requests from a bounded queue and from a spool on disk, on a daemon thread that starts on first use.
 
     The thread calls `collect` before each delivery to get the requests that are due, `on_reply` with each reply, and
     `poll` after each delivery, with True after the last one. While the service fails, the circuit is open: requests go

@@ -9,7 +9,7 @@ _METRICS: Final = (
     ("tula.training.step.duration", "Wall-clock time of an optimizer step."),
     (
         "tula.training.communication.exposed.duration",
-        "Communication time in a step that is not hidden by compute.",
+        "Part of a step's communication time that compute does not hide.",
     ),
     ("tula.training.input.wait.duration", "Time that a step waits for data."),
 )

@@ -444,7 +444,7 @@ def telemetry_bodies(values: list[tuple[int, str, float]], identity: Identity, s
 
 
 def _short(value: float) -> float:
-    """Round to six significant digits (0.1 us in a step of 100 ms), which halves the size of a request."""
+    """Return `value` to six significant digits (0.1 us in a step of 100 ms), which halves the size of a request."""
     return value if isinstance(value, int) else float(f"{max(value, 1e-9) if value > 0 else 0.0:.6g}")
 
 

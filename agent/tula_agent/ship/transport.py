@@ -1,4 +1,4 @@
-"""Exchanges HTTP requests with the service, and classifies each as delivered, refused, or to be retried."""
+"""Sends HTTP requests to the service, and classifies each request as delivered, refused, or to be retried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tula plot` and `tula export`, which write charts and tables to files, and runs to an MLflow store."""
+"""Implements `tula plot` and `tula export`, which write charts and tables to files and export runs to MLflow."""
 
 from __future__ import annotations
 
@@ -114,12 +114,10 @@ def _parquet(rows: Sequence[Row]) -> bytes:
 
 
 def _write_mlflow(handle: JobHandle) -> tuple[str, int]:
-    """Write every run that has started to MLflow; return the name of the experiment and the number of runs.
+    """Export to MLflow every run that has started; return the name of the experiment and the number of runs.
 
-    The experiment has the name of the job.
-
-    Runs from an earlier export are updated. Raises `MissingExtraError` if MLflow is not installed, and `TulaError` if
-    MLflow fails.
+    The experiment has the name of the job. Runs from an earlier export are updated. Raises `MissingExtraError` if
+    MLflow is not installed, and `TulaError` if MLflow fails.
     """
     with needs_extra("an export to MLflow", "mlflow"):
         import mlflow

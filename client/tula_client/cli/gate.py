@@ -1,4 +1,4 @@
-"""`tula gate`: measures how a code change affects the speed of training."""
+"""Implements `tula gate`, which measures how a code change affects training speed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def gate(
     time_limit: TimeLimit = 1800.0,
     as_json: Json = False,
 ) -> int:
-    """Compare the training speed of this revision with another one, by launching both alternately."""
+    """Compare the training speed of this revision with that of another by launching both alternately."""
     job_spec = load_spec(spec)
     if launcher == "ray":
         raise UsageError("--launcher ray cannot compare two revisions, because Ray runs only one folder on its cluster")
@@ -132,7 +132,7 @@ def _short(revision: str) -> str:
 
 
 def _at_revision(spec: JobSpec, revision: str, number: str) -> JobSpec:
-    """Return the specification of a separate job for one revision, which keeps its measurements separate."""
+    """Return the specification of a separate job for one revision, so that the revisions do not share measurements."""
     return spec.model_copy(update={"name": f"{spec.name}@{_short(revision)}-{number}"})
 
 
@@ -163,7 +163,7 @@ def _configuration(
 
 
 def _amounts(share: Estimate, whole: float = 1.0) -> tuple[float, float, float]:
-    """Return the absolute value and interval ends of a share, each multiplied by `whole`.
+    """Return the absolute value of a share and the ends of its interval, each multiplied by `whole`.
 
     The interval must exclude zero.
     """
@@ -175,7 +175,9 @@ def _sentence(result: Estimate, peaks: list[float | None], chosen: Candidate | N
     """Return a sentence that states the change in step time, cost and memory, with 95 % intervals."""
     if result.low <= 0.0 <= result.high:
         ends = f"{percent(result.low, signed=True)} and {percent(result.high, signed=True)}"
-        said = f"This change makes no difference that these launches can detect: steps take between {ends} longer"
+        said = (
+            f"This change makes no difference that these launches can detect: the step time changes by between {ends}"
+        )
     else:
         word, worth = ("slower", "costs") if result.value > 0.0 else ("faster", "saves")
         value, low, high = (100.0 * share for share in _amounts(result))

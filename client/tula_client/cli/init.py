@@ -1,4 +1,4 @@
-"""`tula init`: writes a job.toml, based on the user's launch command and the devices of this machine."""
+"""Implements `tula init`, which writes a job.toml based on the user's launch command and this machine's devices."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def init(
 
 
 def _devices() -> list[tuple[str, int]]:
-    """Return the name and memory in bytes of each visible NVIDIA device, or an empty list without a driver."""
+    """Return the name and memory in bytes of each visible NVIDIA device, or an empty list if there is no driver."""
     try:
         done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):

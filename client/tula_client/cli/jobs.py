@@ -1,4 +1,4 @@
-"""Commands that show and change a job on the service, with its runs, events, recommendation and gradient scaling."""
+"""Defines commands that show and change a job and its runs, events, recommendation and gradient scaling."""
 
 from __future__ import annotations
 
@@ -331,7 +331,10 @@ def recommend(
     objective: Annotated[Objective | None, typer.Option(help="Objective to use instead of the job's.")] = None,
     candidates: Annotated[bool, typer.Option("--candidates", help="Also print all candidates.")] = False,
     schedule: Annotated[
-        bool, typer.Option("--schedule", help="Instead, print a schedule in which the batch grows, and what it saves.")
+        bool,
+        typer.Option(
+            "--schedule", help="Print instead a schedule in which the batch grows, and what the schedule saves."
+        ),
     ] = False,
     target: Annotated[
         Target | None, typer.Option("--for", help="With --schedule: print only the schedule, in this program's format.")
@@ -469,7 +472,9 @@ def schedule_view(answer: BatchSchedule) -> RenderableType:
 
 
 def today_line(answer: Recommendation) -> list[Text]:
-    """Return a line that compares the recommended options with the script's, or no line if either are unknown.
+    """Return a line that compares the recommended configuration with the best one that keeps the script's options.
+
+    Returns an empty list if either is unknown.
 
     For example: `4 nodes, global batch 2048, bf16, compiled: 3 h 6 min, $152.00; as you run it today: 7 h 54 min,
     $388.00.` The part after the semicolon is omitted if the script already has the recommended options.

@@ -1,4 +1,4 @@
-"""The commands `tula tune`, `tula run`, `tula launchers` and `tula logs`."""
+"""Implements the commands `tula tune`, `tula run`, `tula launchers` and `tula logs`."""
 
 from __future__ import annotations
 

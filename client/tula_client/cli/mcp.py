@@ -1,4 +1,4 @@
-"""`tula mcp`: a Model Context Protocol server that lets agents and editors query the Tula service."""
+"""Implements `tula mcp`, a Model Context Protocol server that lets agents and editors query the Tula service."""
 
 from __future__ import annotations
 
@@ -394,10 +394,7 @@ def _server(tools: Tools, token: str, url: str, without: Sequence[str] = ()) -> 
 
 
 class _SameToken:
-    """Verifies that a request has the token that this server sends to the service.
-
-    A caller of this server therefore needs the same token as a caller of the service.
-    """
+    """A verifier that accepts only requests with the token that this server sends to the service."""
 
     def __init__(self, token: str) -> None:
         self._token = token

@@ -1,6 +1,4 @@
-"""Options and output functions that commands share: results as text or JSON, and text for predictions and
-configurations.
-"""
+"""Defines options that several commands share, and functions that print results as text or JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tula gate`: launches one configuration alternately on two revisions, and compares their step times in pairs.
+"""Launches one configuration alternately on two revisions for `tula gate`, and compares the step times in pairs.
 
 A machine's speed can drift by a few per cent within an hour. Consecutive launches share most of that drift, so each
 launch of the change is compared with the adjacent launch of the base. Every second pair starts with the change.

@@ -93,7 +93,7 @@ def _completed(spec: JobSpec, registered: JobSpec) -> JobSpec:
     """Return `spec` with values from the registered job for two fields that it omits.
 
     These fields may have been set after registration: `tula tune` asks the user for the price of waiting if there are
-    prices, and turns `profiling.share_launches` off if the script's batches cannot be cut.
+    prices, and turns `profiling.share_launches` off if a launch measures only its largest batch.
     """
     later: dict[str, Any] = {}
     if "usd_per_hour_of_waiting" not in spec.model_fields_set and any(
@@ -106,7 +106,7 @@ def _completed(spec: JobSpec, registered: JobSpec) -> JobSpec:
 
 
 def _fixed(differences: Differences) -> list[str]:
-    """Return those paths in `differences` whose fields cannot be changed in a registered job."""
+    """Return the paths in `differences` of the fields that cannot be changed in a registered job."""
     return [path for path in differences if not _CHANGEABLE.fullmatch(path)]
 
 

@@ -1,8 +1,8 @@
 """Supervises runs: leases them, starts their commands, renews the leases, judges outcomes and reports to the service.
 
 Before starting the command of a run, the module checks the run that the service returned, because the run's fields
-become the command's arguments and `TULA_*` variables. A training run with the kind `profile`, for example, would end
-after a few steps with exit code 0.
+become the command's arguments and `TULA_*` variables. For example, a training run that was returned with the kind
+`profile` would end after a few steps with exit code 0.
 """
 
 from __future__ import annotations
@@ -421,7 +421,7 @@ class Runner:
         return done.returncode == 0
 
     def _look_for_measurements(self, active: ActiveRun) -> None:
-        """Restart the time limit at a run's first measurement, or note that a profiling run has long sent none."""
+        """Restart the time limit at a run's first measurement; if a profiling run sends none for long, print a note."""
         first, now = (*active.smaller, active.run)[0], self.clock()
         if active.has_measured:
             return

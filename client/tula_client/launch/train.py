@@ -1,4 +1,4 @@
-"""`tula run`: trains with the recommended configuration, and continues from checkpoints after a failure."""
+"""Trains with the recommended configuration for `tula run`, and continues from checkpoints after a failure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PREEMPTED = (128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGUSR1, 1
 
 @dataclass
 class _State:
-    """The state of a training, which is kept on disk between attempts and between calls of `tula run`."""
+    """The state of one training run, which is kept on disk between attempts and between invocations of `tula run`."""
 
     configuration: Configuration
     training: int = 1
@@ -43,8 +43,8 @@ def train(
 ) -> list[tuple[Run, Outcome]]:
     """Train until the command succeeds; return every attempt with its outcome, the successful attempt last.
 
-    `fresh` starts a new training; `reconfigure` continues the unfinished training with the current recommendation. If
-    `configuration` is given, it is used instead of the recommendation.
+    `fresh` starts training from the beginning; `reconfigure` continues the unfinished training with the current
+    recommendation. If `configuration` is given, it is used instead of the recommendation.
 
     After an out-of-memory failure, training continues from the last checkpoint with the next smaller configuration
     (`next_smaller`). After a pre-emption, or after the failure of an attempt that had written a checkpoint, it
@@ -106,8 +106,8 @@ def _save(runner: Runner, state: _State) -> None:
         runner.work.save(_STATE, state)
     except OSError as error:
         runner.reporter.note(
-            f"{runner.work.path} cannot be written ({error.strerror}). The training continues, but a later `tula run` "
-            "will not be able to continue it."
+            f"{runner.work.path} cannot be written ({error.strerror}). Training continues, but a later `tula run` "
+            "cannot resume it."
         )
 
 
@@ -117,7 +117,7 @@ def _preempted(active: ActiveRun, status: int) -> bool:
 
 
 def _begin(runner: Runner, job: Job, fresh: bool, reconfigure: bool, configuration: Configuration | None) -> _State:
-    """Return the state of the unfinished training to continue, or the state of a new training."""
+    """Return the state of the unfinished training run to continue, or the state of a new training run."""
     work, note = runner.work, runner.reporter.note
     state = None if fresh else work.load(_State, _STATE)
     if state is not None and not may_hold_files(work.checkpoints(state.training)):
@@ -133,7 +133,7 @@ def _begin(runner: Runner, job: Job, fresh: bool, reconfigure: bool, configurati
         note("Continuing the unfinished training with the current recommendation.")
     else:
         note(
-            "Continuing the unfinished training. Use --fresh to start a new training instead, or --reconfigure to "
+            "Continuing the unfinished training. Use --fresh to start from the beginning, or --reconfigure to "
             "continue with the current recommendation."
         )
     return state
@@ -182,8 +182,8 @@ def _learning_rate_factor(runner: Runner, job: Job, template: Template, configur
 def _steps_alike(one: Configuration, other: Configuration) -> bool:
     """Return True if the learning rate factors of two configurations are equal.
 
-    The factors are equal if the global batches are equal, and if both configurations or neither split the batch into
-    several local batches.
+    The factors are equal if the global batches are equal and if either both configurations or neither of them split the
+    global batch into several local batches.
     """
     divided, also = (c.world_size * c.grad_accum_steps > 1 for c in (one, other))
     return one.global_batch_size == other.global_batch_size and divided == also

@@ -1,4 +1,4 @@
-"""`tula tune`: executes a job's profiling plan with the user's own launch command, and gets the recommendation."""
+"""Executes a job's profiling plan for `tula tune` with the user's launch command, and gets the recommendation."""
 
 from __future__ import annotations
 
@@ -100,6 +100,7 @@ def named_configuration(
 
     A third factor in the shape is the accumulation. Values of the job's `options` may follow, as in
     `2x64,precision=bf16`; an omitted option has its first value.
+
     newest: the newest run of each configuration. Raises `UsageError`, with `flag` in the message, if the word matches
     no configuration or several.
     """
@@ -274,7 +275,7 @@ class _PlanLoop:
             )
 
     def _measure_single_batches(self) -> None:
-        """Tell the service to plan one batch per launch from now on, since the script's batches cannot be cut."""
+        """Tell the service to plan one batch per launch from now on, since a launch measured only its largest batch."""
         self.runner.reporter.note(
             "The launch measured only its largest batch, so from now on each run gets a separate launch, as with "
             "profiling.share_launches = false in the job."

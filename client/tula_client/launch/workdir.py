@@ -1,4 +1,4 @@
-"""The folder with a job's logs, spools, checkpoints and training state, which only one `tula` process can lock."""
+"""Manages a job's folder of logs, spools, checkpoints and training state, which only one `tula` process can lock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The analysis of one job, which is computed only from `JobData`, without a transaction, store or clock.
+"""Analyses one job, using only its `JobData`; no function uses a transaction, the store or the clock.
 
 data = load_job_data(tx, job)       # usecases/job_data.py: everything that an analysis reads
 answer = analyse(data)              # Answer: evidence, one fit, prices, the choice; or Infeasible with its reason

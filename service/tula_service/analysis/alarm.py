@@ -67,9 +67,9 @@ class DriftState:
     def confirmed_by(self, recent_s: FloatArray) -> bool:
         """Return True if the newest steps confirm the alarm.
 
-        They confirm it if their mean, less twice its standard error, differs from the centre by at least 10 % in the
-        direction of the alarm. Without this check, if fast and slow steps alternated, a few consecutive slow steps
-        would be mistaken for a change of speed.
+        The steps confirm the alarm if their mean differs from the expected step time, in the direction of the alarm,
+        by at least 10 % plus twice the standard error of the mean. Without this check, if fast and slow steps
+        alternated, a few consecutive slow steps would be mistaken for a change of speed.
         """
         if self.alarm is None or recent_s.size < 2:
             return False
@@ -89,11 +89,12 @@ def watch_drift(state: DriftState, step_times_s: Sequence[float] | FloatArray) -
     """Return the state after these consecutive steps; the sums are carried over, and an existing alarm is kept.
 
     This is Page's test. The score of a step is the distance of its log step time from the centre of the interval, in
-    half-widths. The amount by which each score exceeds 1, at most 2, is added to a sum, and a sum of 30 raises the
-    alarm. One straggling step in ten, however slow, therefore never accumulates; a speed inside the interval never
-    raises the alarm, and a speed far outside raises it after 15 steps. For a speed just outside the interval, the alarm
-    is raised if the mean score of a block of 50 steps exceeds 1 by more than twice its standard error, which takes 50
-    to 99 steps. An alarm is announced only after the newest steps confirm it (`DriftState.confirmed_by`).
+    half-widths. Each step adds its score minus 1, limited to 2, to a sum that is never negative, and a sum of 30 raises
+    the alarm. One straggling step in ten, however slow, does not accumulate, because the scores of the other steps
+    reduce the sum. A speed inside the interval never raises the alarm, and a speed far outside raises the alarm after
+    15 steps. For a speed just outside the interval, the alarm is raised if the mean score of a block of 50 steps
+    exceeds 1 by more than twice its standard error, which takes 50 to 99 steps. An alarm is announced only after the
+    newest steps confirm it (`DriftState.confirmed_by`).
     """
     times = column("step_times_s", step_times_s, above=0.0)
     slower, faster, alarm, after = state.slower, state.faster, state.alarm, state.alarm_after_steps
@@ -240,10 +241,10 @@ _MONITOR = TypeAdapter(Monitor)
 
 
 def examples_left(spec: wire.JobSpec, c: Configuration, step: int, epochs_before: float | None) -> float:
-    """Return the number of the run's E * D examples that remain to be read after `step`.
+    """Return the number of examples (out of epochs times data set size) that remain to be read after `step`.
 
-    Each process counts its steps from zero. The progress of earlier processes is given in epochs, which do not depend
-    on the batch size; None is treated as zero.
+    Each process counts its steps from zero. `epochs_before`, the progress of earlier processes, is in epochs, which do
+    not depend on the batch size; None is treated as zero.
     """
     epochs_done = (epochs_before or 0.0) + (step + 1) * c.global_batch_size / spec.dataset.size
     return max(0.0, spec.epochs - epochs_done) * spec.dataset.size
@@ -252,7 +253,7 @@ def examples_left(spec: wire.JobSpec, c: Configuration, step: int, epochs_before
 def usd_per_s(spec: wire.JobSpec, c: Configuration, peak_bytes: float | None) -> float | None:
     """Return the price per second of this configuration, or None if the price or the memory that affects it is unknown.
 
-    The result is the on-demand price or, if there is none, the spot price. `peak_bytes` is the memory of one rank.
+    The result is the on-demand price or, if there is none, the spot price. `peak_bytes` is the peak memory of one rank.
     """
     if not job_data.has_prices(spec):
         return None
@@ -265,8 +266,8 @@ def usd_per_s(spec: wire.JobSpec, c: Configuration, peak_bytes: float | None) ->
 def time_limit_s(spec: wire.JobSpec, c: Configuration, monitor: Monitor) -> float | None:
     """Return the seconds that the deadline and budget leave for a new training run, or None if the run need not stop.
 
-    A result of zero or less means that the deadline or the budget is exhausted. The budget is ignored if the price per
-    second is unknown.
+    A result of zero or less means that the deadline has passed or the budget is spent. The budget is ignored if the
+    price per second is unknown.
     """
     if spec.limits.on_breach != "stop":
         return None

@@ -67,7 +67,10 @@ class Answer:
         return job_data.base_batch_size(self.data, self.evidence.candidates)
 
     def estimate(self, configurations: Sequence[Configuration]) -> tuple[Estimate, ...]:
-        """Return the estimates of any configurations, first on demand, then on spot, without a steps factor."""
+        """Return the estimates of any configurations, first on demand and then on spot capacity.
+
+        No batch is assumed to need additional steps for the same quality.
+        """
         goal = replace(self.choice.goal, steps_factor={})
         return price_candidates(configurations, self.model, goal, memory=self.evidence.memory.models)
 

@@ -86,7 +86,7 @@ def _effect(
 def _why_nothing(answer: Answer, name: str, value: str, limited: Options | None) -> str:
     """Return a sentence that explains why no candidate with this value remains.
 
-    `limited` is a set of options that includes the value and whose candidates are excluded only by the limits, or None.
+    `limited` is a set of options with this value that has candidates, none of which meets the limits; otherwise, None.
     """
     beside = ""
     if limited is not None:
@@ -108,8 +108,8 @@ def _compared(
 ) -> tuple[Options, Options]:
     """Return two sets of options to compare, one for each of the two values of the option `name` in `words`.
 
-    Pairs are preferred in which both sets have candidates, then pairs in which both were launched, and then pairs that
-    are close to the recommended options `held`.
+    The best pairs are those in which both sets have candidates, then those in which both sets were launched, and then
+    those that are closest to the recommended options `held`.
     """
 
     def distance(pair: tuple[Options, Options]) -> tuple[int, int, int, Options]:

@@ -179,7 +179,7 @@ def _feasible(data: JobData, memory: MemoryEvidence) -> tuple[tuple[Configuratio
 
 @dataclass(frozen=True)
 class _Crash:
-    """Option values with which every launch on `types` failed; `everywhere` is True if they have run on no type."""
+    """Option values with which every launch on `types` failed; `everywhere` is True if no variant with them has run."""
 
     values: Options
     types: frozenset[str]
@@ -277,9 +277,9 @@ def _failed(data: JobData, unusable: set[str]) -> tuple[set[Configuration], list
 def _as_usual(rows: Sequence[tuple[Configuration, RunSummary]], relative_sd: FloatArray) -> FloatArray:
     """Return the relative standard errors, shape (n,), each raised to a lower bound if it is smaller.
 
-    A run's bound is the error that its number of steps would have with the usual spread, which is the median spread
-    over the batches on one cluster. Without this bound, a few steps that happen to have similar times would receive
-    more weight than longer measurements of similar configurations.
+    A run's bound is the error of a run with equally many steps and the usual spread, which is the median spread over
+    the batches on one cluster. Without this bound, a few steps that happen to have similar times would receive more
+    weight than longer measurements of similar configurations.
     """
     steps = np.array([float(summary.num_steps or 1) for _, summary in rows])
     spread = relative_sd * np.sqrt(steps)
@@ -386,8 +386,8 @@ def _out_of_memory_runs(
 
     The first result contains the runs that rule out their batch and all larger batches of their variant. If a larger
     batch fitted, a failed run rules out only its own configuration; the second result contains the ids of these runs,
-    and the third a warning for each of them. A batch that fitted although a failure rules it out does not contradict
-    failures at smaller batches, since it may have fitted by chance.
+    and the third a warning for each of them. A batch that fitted although the first result rules it out may have fitted
+    by chance, so it does not contradict failures at smaller batches.
     """
     standing: list[RunSummary] = []
     contradicted: set[str] = set()
@@ -416,7 +416,7 @@ def _out_of_memory_runs(
 
 
 def _memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[RunSummary]) -> MemoryEvidence:
-    """Return the memory evidence of all variants; `failures` has the runs that rule out their batch by memory."""
+    """Return the memory evidence of all variants; `failures` has the out-of-memory runs that rule out a batch."""
     models: dict[Variant, MemoryModel] = {}
     bounds: dict[Variant, int] = {}
     capacities: dict[str, float] = {}
@@ -595,8 +595,8 @@ def _memory_observations(
 ) -> MemoryObservations:
     """Return the readings and the counted bytes to which the memory of a variant is fitted.
 
-    The agent counts the bytes of parameters, gradients and optimizer state. Until this has happened, these bytes are
-    computed from the specification in single precision, and `context` bytes are added.
+    The agent counts the bytes of parameters, gradients and optimizer state. Until the agent has counted them, these
+    bytes are computed from the specification in single precision, and `context` bytes are added.
     """
 
     def of_most_ranks(c: Configuration, amount: float) -> float:
@@ -624,10 +624,10 @@ def _memory_observations(
 def _plan_safety(spec: wire.JobSpec, num_batches: int, *, of_base: bool) -> float | None:
     """Return the minimum probability of fitting into memory for a batch to be profiled; None allows all batches.
 
-    Readings at a single batch do not show how memory grows with the batch, so they rule out only batches that are more
-    likely to fail than not, or no batches if the static bytes were not counted. The specification describes only the
-    base; other variants start from the base's static bytes, and running out of memory is a useful result for these
-    variants.
+    Unless the specification has the activation bytes, readings at a single batch do not show how memory grows with the
+    batch. They then rule out only batches that are more likely to fail than not; if the number of parameters is also
+    unknown, they rule out no batch of the base. The specification describes only the base; other variants start from
+    the base's static bytes, and running out of memory is a useful result for these variants.
     """
     if num_batches > 1 or (of_base and spec.model.activation_bytes_per_sample):
         return required_fit_probability(spec)

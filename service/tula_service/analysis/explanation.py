@@ -33,8 +33,8 @@ _LIMITS = {"deadline_s": "deadline", "budget_usd": "budget", "max_global_batch_s
 _CONTRADICTION = 1.25
 _IMPLAUSIBLE = 2.0  # no pair of configurations reaches this ratio in 69 of 72 public grids
 _RESTS_ON = {
-    "prior": "No run of this job has been measured yet, so this is a guess from data sheets and earlier jobs.",
-    "transfer": "No run of this job has been measured yet, so this is based on earlier jobs on similar nodes.",
+    "prior": "No run of this job has been measured yet, so this answer is a guess from data sheets and earlier jobs.",
+    "transfer": "No run of this job has been measured yet, so this answer is based on earlier jobs on similar nodes.",
     "probed": "No run on several nodes has been measured yet, so the communication time is based on a probe.",
     "profiled": "",
 }
@@ -223,7 +223,7 @@ def why(answer: Answer) -> str:
 
 
 def explain_choice(choice: Choice) -> str:
-    """Return the reason for the choice or, if there is none, a sentence with limits that would admit a candidate.
+    """Return the reason for the choice or, if nothing was chosen, sentences with limits that would admit a candidate.
 
     The reason is a clause that completes a sentence.
     """
@@ -245,11 +245,11 @@ def explain_choice(choice: Choice) -> str:
 
 
 def _least(choice: Choice) -> str:
-    """Return the time of the fastest and the cost of the cheapest candidate as text, as minimum values for the limits.
+    """Return a text with the lowest time and cost of the candidates, for comparison with the limits.
 
-    Each value has the upper end of its interval, which decides whether a candidate meets a limit.
-    Candidates that are excluded by the largest batch or by interruptions are ignored. If no candidates remain, the text
-    is empty.
+    The text includes the upper end of each interval, which decides whether a candidate meets a limit. Candidates that
+    are excluded by the limit on the global batch or by interruptions are ignored. If no candidates remain, the text is
+    empty.
     """
     barred = choice.barred
     near = [e for e in choice.estimates if e.configuration not in choice.ineligible and e.key not in barred]
@@ -354,7 +354,7 @@ def _candidate(
 
 
 def _energy(answer: Answer, estimate: Estimate) -> dict[str, wire.Estimate]:
-    """Return the energy, its price and its CO2 as fields of `wire.Candidate`, or none if no run reported energy."""
+    """Return the energy, its cost and its CO2 as fields of `wire.Candidate`, or {} if no run reported energy."""
     kwh, spec = estimate.energy_kwh, answer.data.spec
     if kwh is None:
         return {}
@@ -428,12 +428,12 @@ def _warnings(answer: Answer) -> list[str]:
 
 
 def find_gaps(model: StepTimeModel) -> list[str]:
-    """Return sentences about missing and about contradictory measurements."""
+    """Return sentences about missing and contradictory measurements."""
     if model.observations is None:
         return ["Nothing was measured, so every figure comes from hardware data or from other jobs."]
     rows = model.observations.points.rows()
     sentences = [
-        f"Repeats at world size {world:.0f} and local batch {batch:.0f} contradict one another "
+        f"Repeated runs at world size {world:.0f} and local batch {batch:.0f} contradict one another "
         f"({duration(least)} to {duration(most)}); their median is used."
         for (_, _, world, batch, _), (least, most) in zip(rows, model.extremes.tolist(), strict=True)
         if most > _CONTRADICTION * least
@@ -528,7 +528,7 @@ def _memory_of_chosen(answer: Answer) -> list[str]:
         return []
     c = chosen.configuration
     if not memory.is_proved(c):
-        return [f"Unproved: no run has taken three steps of {_named(chosen)} or of a larger local batch; measure it."]
+        return [f"Unproved: no run has taken three steps with {_named(chosen)} or a larger local batch; measure it."]
     if retries := memory.retries(c):
         return [
             f"The device was full {retries} times when {_named(chosen)} ran, so its steps waited for memory; use a "

@@ -261,7 +261,7 @@ def fit_fabric(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) ->
 
 
 def select_probes(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) -> list[wire.FabricProbe]:
-    """Return the probes on hardware that is equal to the cluster's."""
+    """Return the probes that ran on the same hardware as the cluster."""
     return [probe for probe in probes if same_hardware(probe, cluster)]
 
 
@@ -276,7 +276,7 @@ def agree(one: wire.FabricProbe, other: wire.FabricProbe) -> bool:
 def build_probe(
     measured: wire.AllReduces, configuration: wire.Configuration, cluster: wire.ClusterSpec
 ) -> wire.FabricProbe | None:
-    """Return a run's all-reduces as a probe of the cluster; None if their ranks are not the configuration's.
+    """Return a run's all-reduces as a probe of the cluster, or None if the configuration has another number of ranks.
 
     The number of nodes comes from the configuration, as for the run's samples. The measurements within a node are used
     only if the ranks reported the same nodes.

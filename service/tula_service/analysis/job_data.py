@@ -48,10 +48,10 @@ class JobData:
     `runs` are in plan order. `summaries` describes the runs that have samples or ran out of memory, oldest first.
     `earlier_jobs` and `probes` (of this job's instance types) are sorted newest first. `trained_noise` (newest first),
     `profiled_noise` and `token_counts` are telemetry columns of the newest runs. `small_batch_size` (the batch for
-    which the learning rate is tuned, or None if not reported) and `directions` (True if steps are turned) are the last
-    values that a `TulaOptimizer` reported in these runs. Failed runs with a key of at most `retried_up_to_key` do not
-    rule out their configuration, since the job was registered again after them. `cross_validated_error` is valid only
-    for the runs `cross_validated_runs` and this version of the model.
+    which the learning rate is tuned, or None if not reported) and `directions` (True if the optimizer turns the
+    direction of its steps) are the last values that a `TulaOptimizer` reported in these runs. Failed runs with a key of
+    at most `retried_up_to_key` do not rule out their configuration, since the job was registered again after them.
+    `cross_validated_error` is valid only for the runs `cross_validated_runs` and this version of the model.
     """
 
     spec: wire.JobSpec
@@ -162,9 +162,9 @@ def build_goal(
 ) -> Goal:
     """Return the goal of a choice, including the amount of training, the prices, the limits and an accuracy guard.
 
-    If a run of the script has reported that it turns steps, the guard uses the constants for turned steps. Otherwise,
-    the guard's constants depend on the specified optimizer: for SGD, the constants of the `gain` policy without turned
-    steps are used, and for all other optimizers, the constants of AdamW. If there are no prices, the budget is ignored.
+    If a run has reported that `TulaOptimizer` turns the direction of its steps, the guard uses the constants `TURNED`.
+    Otherwise, the guard's constants depend on the specified optimizer: `SGD` for SGD, and `CAREFUL` for all other
+    optimizers. If there are no prices, the budget is ignored.
     """
     priced = has_prices(spec)
     by_optimizer = SGD if spec.model.optimizer in ("sgd", "momentum") else CAREFUL

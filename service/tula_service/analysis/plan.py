@@ -201,7 +201,7 @@ def profiling_cost(spec: wire.JobSpec, plan: Sequence[RunRecord], now_s: float) 
 
     The expected duration of a launch is the sum of its start-up time and its predicted step times. The start-up time is
     the median over the launches that ended with measurements or, if there are none yet, 30 s. If the leases of a launch
-    have expired, the launch is assumed to have ended at that time, and its runs will be repeated; once the runs are
+    have expired, the launch is assumed to have ended when they expired, and its runs will be repeated; once they are
     leased again, the first attempt is no longer counted. As long as launches remain, an adaptive search may add more
     launches up to its limit. Each further launch is expected to take as long as the longest launch in the plan, and to
     cost as much as the most expensive.
@@ -264,7 +264,7 @@ def _launch(run: RunRecord, spec: wire.JobSpec) -> object:
 def _launches(runs: Iterable[RunRecord], spec: wire.JobSpec, now_s: float | None = None) -> list[list[Span]]:
     """Return the time spans of all runs that have begun, grouped by launch; if `now_s` is None, omit unfinished runs.
 
-    All spans of a launch are on one cluster, and each span begins before all previous spans have ended.
+    All spans of a launch are on one cluster, and each span begins before the last of the previous spans has ended.
     """
     spans, by_place = [], dict[object, list[list[Span]]]()
     for run in runs:

@@ -72,7 +72,7 @@ class WhatIf(BaseModel):
         description="US dollars per node-hour, which replace the job's price.",
     )
     deadline_s: float | None = Field(
-        None, gt=0, le=MAX_DURATION_S, allow_inf_nan=False, description="Seconds that the whole training may take."
+        None, gt=0, le=MAX_DURATION_S, allow_inf_nan=False, description="Seconds that the whole training run may take."
     )
 
 

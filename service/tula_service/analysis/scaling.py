@@ -103,14 +103,15 @@ class StatisticalEfficiency:
     def of(self, global_batch_size: float) -> float:
         """Return the progress per example, (B_noise + B_0) / (B_noise + B) (Pollux 2021, equation 7).
 
-        It is 1 at B_0 and decreases with B.
+        The progress is 1 at B_0 and decreases with B.
         """
         return (self.noise_scale + self.base_batch_size) / (self.noise_scale + global_batch_size)
 
     def learning_rate_factor(self, global_batch_size: float) -> float:
         """Return the factor by which the `gain` policy increases the learning rate of the base batch, at most B / B_0.
 
-        It is (1 + c N / B_0) / (1 + c N / B), where N = `noise_scale` and c = NOISE_WEIGHT. In AdaScale's gain, c = 1.
+        The factor is (1 + c N / B_0) / (1 + c N / B), where N = `noise_scale` and c = NOISE_WEIGHT. AdaScale's gain has
+        c = 1.
         """
         weighted = NOISE_WEIGHT * self.noise_scale
         return (1.0 + weighted / self.base_batch_size) / (1.0 + weighted / global_batch_size)
@@ -163,7 +164,7 @@ class LearningRate:
         if not self.divided:
             said = f"{UNDIVIDED[0].upper()}{UNDIVIDED[1:]}."
         elif self.factor is not None:
-            seen = "" if self.settled else " of short runs, which may be wrong by a large factor"
+            seen = "" if self.settled else " of short runs and may be wrong by a large factor"
             said = f"{start} {multiple(self.factor)}, which follows from the gradient noise scale{seen}. "
             said += "`TulaOptimizer` increases the rate step by step; without it, use a warm-up."
         else:

@@ -5,8 +5,8 @@
 2. The accuracy guard limits the batch of every stage under all objectives, based on this noise scale and on the number
    of steps of a whole training run at the batch. Among the allowed batches, the objective chooses the batch and the
    nodes, as for a recommendation.
-3. Of all ways to divide the run into at most four stages, the objective chooses the best; each change of the stage
-   costs a relaunch.
+3. Of all ways to divide the run into at most four stages, the objective chooses the best; each change of stage
+   requires a relaunch.
 4. The schedule is recommended if it improves the objective by at least `WORTH` over the constant batch.
 
 Increasing the batch with the noise scale was proposed by McCandlish et al. (2018, section 5). Merrill et al. (2025)
@@ -255,9 +255,10 @@ def _schedule_fields(answer: Answer, chosen: Estimate, beta2: float, curves: Seq
         "saved_usd": to_wire_estimate(saved_usd) if goal.priced else None,
         "sentence": _worth(ramp, constant, saved, goal),
         "risk": f"Accuracy: the guard allows the batch of every stage at the smallest later noise scale, and training "
-        f"takes {steps:,} steps. But our experiments have hardly tried schedules, the noise scale also grows when the "
-        "learning rate falls, which does not allow larger batches, and it is a doubtful predictor of the batches that "
-        "training tolerates: compare the validation loss with a training run at the constant batch.",
+        f"takes {steps:,} steps. However, our experiments have hardly tested schedules, and the noise scale is a "
+        "doubtful predictor of the batches that training tolerates: for example, it also grows when the learning rate "
+        "falls, which does not allow larger batches. Compare the validation loss with that of a training run at the "
+        "constant batch.",
     }
 
 

@@ -1,4 +1,4 @@
-"""Routes `/v1/tokens` and `/v1/projects`: API tokens, and the projects to which they belong."""
+"""Serves the routes `/v1/tokens` and `/v1/projects`, which manage API tokens and the projects they belong to."""
 
 from __future__ import annotations
 

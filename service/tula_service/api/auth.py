@@ -42,17 +42,17 @@ _LOCAL_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 
 
 def client_address(request: Request) -> str:
-    """Return the client's address, which is the key under which requests without a token are counted."""
+    """Return the client's address as a key for counting requests that have no token."""
     return f"address {request.client.host if request.client else 'unknown'}"
 
 
 def is_ingest(method: str, path: str) -> bool:
-    """Return True if the request sends samples or telemetry, which have higher limits for body size and rate."""
+    """Return True if the request sends samples or telemetry; its limits for body size and request rate are higher."""
     return any(method == allowed and pattern.match(path) for allowed, pattern in _INGEST_PATTERNS)
 
 
 def is_for_agents(method: str, path: str) -> bool:
-    """Return True for requests of the kinds that agents send, for which capacity and threads are reserved."""
+    """Return True if agents send requests of this kind; capacity and threads are reserved for these requests."""
     return any(method == allowed and pattern.match(path) for allowed, pattern in _AGENT_PATTERNS)
 
 
@@ -63,11 +63,11 @@ def is_open(method: str, path: str) -> bool:
 
 
 async def admit(request: Request) -> Principal:
-    """Return the caller and count the request; call this function before the request's body is read.
+    """Identify the caller, count the request against the caller's limits, and return the caller.
 
-    This check precedes any use of capacity or threads. Accept `Authorization: Bearer TOKEN` or the cookie of a browser
-    session. A caller with neither must be the local user, or use a public route of a read-only service. Raises
-    Unauthenticated, or Busy if a limit is exceeded.
+    Call this function before the request's body is read. A caller sends `Authorization: Bearer TOKEN` or the cookie of
+    a browser session. A caller that sends neither must be the local user, or use a public route of a read-only service.
+    Raises Unauthenticated, or Busy if a limit is exceeded.
     """
     services: Services = request.app.state.services
     try:
@@ -129,9 +129,10 @@ def _is_public(request: Request, settings: Settings) -> bool:
 
 
 def _required_scopes(method: str, route: str) -> frozenset[str]:
-    """Return the scopes that may use the route; the constants above list the exceptions to the general rule.
+    """Return the token scopes that may use the route.
 
-    In general, user and admin tokens may use every route, and read tokens every GET route.
+    User and admin tokens may use every route, and read tokens may use every GET route; the constants above list the
+    exceptions.
     """
     key = ("GET" if method == "HEAD" else method, route)
     scopes = {"user", "admin"}
@@ -166,7 +167,7 @@ def is_plausible(secret: str) -> bool:
 
 
 def is_same_origin(request: Request, *, unknown: bool = False) -> bool:
-    """Return True for a read, or for a write that comes from a page of this service (protection against CSRF).
+    """Return True for a read, or for a write that a page of this service sent (protection against CSRF).
 
     If no header states the origin of a write, return `unknown`.
     """

@@ -1,4 +1,4 @@
-"""Reads JSON bodies. A thread validates the whole body with pydantic-core; a size limit bounds the cost."""
+"""Reads JSON request bodies of limited size, and validates them with pydantic-core in a thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ORDINARY_BYTES: Final = 256 * 1024
 
 
 class JsonRoute(APIRoute):
-    """A route that parses request bodies into models in a thread, whereas FastAPI would do this on the event loop."""
+    """A route that parses request bodies in a thread; FastAPI itself would parse them on the event loop."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler, which receives the parsed model instead of JSON."""
@@ -37,7 +37,7 @@ class JsonRoute(APIRoute):
 
 
 class _Parsed(Request):
-    """A request whose `json()` returns an already parsed model, which FastAPI's own validation does not change."""
+    """A request with a `json()` method that returns the parsed model; FastAPI's own validation does not change it."""
 
     def __init__(self, request: Request, model: BaseModel) -> None:
         super().__init__(request.scope, request.receive)

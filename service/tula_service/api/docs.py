@@ -1,4 +1,4 @@
-"""Routes `/openapi.json` and `/docs`: the OpenAPI document, and Swagger UI, which loads no files from other hosts."""
+"""Serves the OpenAPI document (`/openapi.json`) and Swagger UI (`/docs`), which loads no files from other hosts."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def get_docs() -> HTMLResponse:
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document, including the schemas `Problem` and `Event`, which are not declared by any route."""
+    """Return the OpenAPI document, including the schemas `Problem` and `Event`, which no route declares."""
     if app.openapi_schema is None:
         tags = [{"name": name, "description": text} for name, text in TAGS.items()]
         made = get_openapi(

@@ -1,4 +1,7 @@
-"""Route `/v1/jobs/{job_id}/events`: server-sent events (WHATWG HTML, section 9.2), resumable with `Last-Event-ID`."""
+"""Serves the route `/v1/jobs/{job_id}/events`, a stream of server-sent events (WHATWG HTML, section 9.2).
+
+A client can resume the stream with the header `Last-Event-ID`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ POLL_S: Final = 1.0
 LONGEST_S: Final = 3600.0
 _RETRY_MS: Final = 2000
 _SHARES: Final = 4
-"""One token may use at most this fraction (1/4) of a worker's streams."""
+"""One token may use at most 1/_SHARES of a worker's streams."""
 
 router = APIRouter(tags=["events"])
 
@@ -29,7 +32,7 @@ async def _opened(
     job_id: str,
     caller: Caller,
     services: AppServices,
-    last_event_id: Annotated[str | None, Header(description="Id of the event after which to resume.")] = None,
+    last_event_id: Annotated[str | None, Header(description="Id of the event after which the stream resumes.")] = None,
     after: Annotated[
         int | None, Query(ge=0, le=2**53, description="Like Last-Event-ID, for clients that cannot set headers.")
     ] = None,

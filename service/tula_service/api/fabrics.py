@@ -1,4 +1,4 @@
-"""Route `/v1/fabrics`: measurements of the links between ranks, made by probes."""
+"""Serves the route `/v1/fabrics`, which stores and lists probes: measurements of the links between ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ router = APIRouter(route_class=JsonRoute, tags=["fabrics"], dependencies=[Depend
 
 @router.post(routes.FABRICS, status_code=201)
 def create_fabric(probe: FabricProbe, user: CurrentUser) -> Fabric:
-    """Store a probe, for use by the project's jobs on equal hardware."""
+    """Store a probe, which the project's jobs on the same hardware then use."""
     return fabrics.add(*user, probe)
 
 

@@ -1,4 +1,4 @@
-"""Routes under `/v1/jobs`: register, list, read, change and delete jobs."""
+"""Serves the routes under `/v1/jobs`, which register, list, read, change and delete jobs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def create_job(
     spec: JobSpec,
     user: CurrentUser,
     idempotency_key: Annotated[
-        str | None, Header(description="A repeated key and body return the existing job.")
+        str | None, Header(description="If the key and the body are sent again, the existing job is returned.")
     ] = None,
 ) -> JobCreated:
     """Register a job, or return the existing job with the same specification.

@@ -1,4 +1,4 @@
-"""Route `/v1/jobs/{job_id}/ledger`: past recommendations, and the results measured after them."""
+"""Serves the route `/v1/jobs/{job_id}/ledger`, which lists past recommendations and the results measured later."""
 
 from __future__ import annotations
 

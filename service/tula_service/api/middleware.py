@@ -55,13 +55,13 @@ LIMITED_S: Final = 1.0
 
 
 class RequestMiddleware:
-    """ASGI middleware that handles every request, and therefore avoids Starlette's slower base class.
+    """ASGI middleware that handles every request; it does not use Starlette's base class, which is slower.
 
     The sender is authenticated before the body is read. While a body is arriving, the request is not counted as in
     progress; the body's memory counts only toward its sender's limit. Once the body has arrived, the request is counted
-    as in progress, and requests from agents are counted separately from all others. A request that requires no token is
-    counted only in the rate limit of its client's address. A sender that exceeds its limits waits for the 429 response,
-    and its request is not counted as in progress meanwhile.
+    as in progress, and requests from agents are counted separately from all others. A request that requires no token
+    counts only toward the rate limit of its client's address. A sender that exceeds its limits receives the 429
+    response after a delay, during which its request is not counted as in progress.
     """
 
     def __init__(self, app: ASGIApp, *, services: Services) -> None:
@@ -140,7 +140,7 @@ class RequestMiddleware:
                 await self._app(scope, receive, send)
 
     async def _sender(self, request: Request) -> str:
-        """Return the sender against whose limits the request is counted. Raises Unauthenticated or Busy."""
+        """Count the request toward its sender's limits and return the sender. Raises Unauthenticated or Busy."""
         try:
             if not is_open(request.method, request.scope["path"]):
                 return (await admit(request)).sender
@@ -169,7 +169,7 @@ class RequestMiddleware:
         return whole
 
     async def _read(self, receive: Receive, sender: str, limit: int) -> bytes:
-        """Return the body. Each body uses a minimum share of `ARRIVING_BYTES`, which limits concurrent bodies."""
+        """Return the body. A body counts as at least a minimum size, which limits the number of concurrent bodies."""
         body = bytearray()
         counted, least = 0, ARRIVING_BYTES // self._services.settings.max_in_flight
         try:

@@ -1,4 +1,4 @@
-"""Routes `/healthz`, `/readyz` and `/metrics`: liveness, readiness, and metrics for Prometheus."""
+"""Serves `/healthz` (liveness), `/readyz` (readiness) and `/metrics` (metrics for Prometheus)."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ async def get_ready(services: AppServices) -> Status:
 def get_metrics(user: CurrentUser, services: AppServices) -> Response:
     """Return the counters of this replica's workers, and metrics that all replicas compute from the database.
 
-    The latter are the numbers of runs and agents, prediction errors, and metrics of training runs in the token's
-    projects.
+    The metrics from the database are the numbers of runs and agents, prediction errors, and metrics of the training
+    runs in the token's projects.
     """
     registry = CollectorRegistry()
     registry.register(_Stored(services.store, user.principal))
@@ -73,15 +73,15 @@ def get_metrics(user: CurrentUser, services: AppServices) -> Response:
 
 
 _OF_TRAININGS: Final = (
-    ("tula_job_step_seconds", "Step time of a running training.", "step_time_s"),
+    ("tula_job_step_seconds", "Step time of an active training run.", "step_time_s"),
     (
         "tula_job_predicted_step_seconds",
-        "Step time of a running training as predicted before its start.",
+        "Step time of an active training run as predicted before its start.",
         "predicted_step_time_s",
     ),
-    ("tula_job_eta_seconds", "Time until a running training ends, at its current speed.", "left_s"),
-    ("tula_job_spent_usd", "US dollars spent on a running training's nodes, including earlier starts.", "spent_usd"),
-    ("tula_job_tokens_per_second", "Tokens per second of a running training, over all ranks.", "tokens_per_s"),
+    ("tula_job_eta_seconds", "Time until an active training run ends, at its current speed.", "left_s"),
+    ("tula_job_spent_usd", "US dollars spent on an active training run, including earlier starts.", "spent_usd"),
+    ("tula_job_tokens_per_second", "Tokens per second of an active training run, over all ranks.", "tokens_per_s"),
 )
 
 

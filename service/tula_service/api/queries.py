@@ -1,4 +1,4 @@
-"""Defines what endpoints share: a check for unknown parameters, the cursors of lists, and the agents' lease header."""
+"""Defines code that endpoints share: a check for unknown parameters, list cursors, and the agents' lease header."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes `/recommendation`, `/predictions` and `/schedule` of a job."""
+"""Serves the routes `/recommendation`, `/predictions` and `/schedule` of a job."""
 
 from __future__ import annotations
 
@@ -52,5 +52,5 @@ def get_schedule(
     objective: Annotated[Objective | None, Query(description="Replaces the job's objective.")] = None,
     beta2: Annotated[float, Query(gt=0, lt=1, description="Adam's beta2 at the base batch size.")] = 0.999,
 ) -> Response:
-    """Return a batch schedule that follows the gradient noise of a training run, and what it saves."""
+    """Return a batch schedule that follows the gradient noise measured by a training run, and the savings."""
     return Response(recommendations.schedule(*user, job_id, objective, beta2), media_type="application/json")

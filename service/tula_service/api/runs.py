@@ -1,4 +1,4 @@
-"""Routes `/v1/jobs/{job_id}/runs` and `/v1/runs/{run_id}`: claim, register, list, read and update runs."""
+"""Serves `/v1/jobs/{job_id}/runs` and `/v1/runs/{run_id}`, which claim, register, list, read and update runs."""
 
 from __future__ import annotations
 

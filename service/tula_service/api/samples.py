@@ -1,4 +1,4 @@
-"""Routes `/v1/runs/{run_id}/samples`, to store a rank's samples, and `/v1/jobs/{job_id}/samples`, to list samples."""
+"""Serves `/v1/runs/{run_id}/samples`, which stores samples, and `/v1/jobs/{job_id}/samples`, which lists samples."""
 
 from __future__ import annotations
 

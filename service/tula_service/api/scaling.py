@@ -1,4 +1,4 @@
-"""Route `/v1/jobs/{job_id}/scaling`: gradient-scaling values, which users set and agents poll with an ETag."""
+"""Serves `/v1/jobs/{job_id}/scaling`: gradient-scaling values, which users set and agents poll with an ETag."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ router = APIRouter(route_class=JsonRoute, tags=["scaling"], dependencies=[Depend
 @router.get(
     routes.JOB_SCALING,
     response_model=ScalingThresholds,
-    responses={304: {"description": "The values have not changed since the ETag."}},
+    responses={304: {"description": "The values still have this ETag."}},
 )
 async def get_scaling(
     job_id: str,

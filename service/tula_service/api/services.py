@@ -36,7 +36,7 @@ ErrorPage: TypeAlias = Callable[[Scope, Problem, Mapping[str, str]], Response | 
 
 
 class Metrics:
-    """The application's Prometheus metrics; in tests, two applications in one process have separate metrics."""
+    """The application's Prometheus metrics, in its own registry, since tests run several applications in a process."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -47,7 +47,7 @@ class Metrics:
             "tula_requests_in_flight", "Requests in progress.", multiprocess_mode="livesum", registry=own
         )
         self.refused = Counter(
-            "tula_requests_refused", "Requests refused since too many were in progress.", registry=own
+            "tula_requests_refused", "Requests refused because too many were in progress.", registry=own
         )
         self.limited = Counter("tula_requests_limited", "Requests refused by a rate limit.", registry=own)
         self.samples = Counter("tula_samples_stored", "Step samples stored.", registry=own)

@@ -1,4 +1,4 @@
-"""Route `/v1/runs/{run_id}/telemetry`: stores chunks of telemetry, and returns single columns, downsampled."""
+"""Serves `/v1/runs/{run_id}/telemetry`, which stores chunks of telemetry and returns single, downsampled columns."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def tone_against(value: float, other: float) -> str:
 
 
 def saving(share: float | None) -> str:
-    """Return the share of time saved over another choice, in words; a much longer time is shown as a factor."""
+    """Return the time saved compared with another choice, in words; a much longer time is shown as a factor."""
     if share is None or not math.isfinite(share):
         return NOTHING
     if abs(share) < 0.005:

@@ -1,4 +1,4 @@
-"""The pages: list of jobs, new job, job, what-if table, comparison of runs, run, accuracy, tokens and projects."""
+"""Serves the pages: jobs, new job, job, what-if table, comparison of runs, run, accuracy, tokens and projects."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _MOST_POINTS, _LEAST_POINTS, _POINTS_OF_ALL = 400, 30, 6_000
 
 
 def _several(given: Any) -> Any:
-    """Return the separate values in form fields such as `2, 4`."""
+    """Split form fields such as `2, 4`, and return the separate values."""
     return [value for text in given for value in re.split(r"[\s,;]+", text) if value]
 
 
@@ -286,7 +286,7 @@ def run_page(run_id: str, user: CurrentUser) -> HTMLResponse:
 
 
 def _seen(machine: HostFacts | None) -> list[str]:
-    """Return a script's observed behaviour, described with the same terms as its options."""
+    """Return a script's observed behaviour, described in the terms that are used for options."""
     if machine is None:
         return []
     switches = {"compile": machine.compiled, "checkpointing": machine.checkpointing}
@@ -314,7 +314,7 @@ def admin_page(user: CurrentUser) -> HTMLResponse:
 
 
 class Comparison(NamedTuple):
-    """Training runs compared by one column; `columns` lists all columns, and `next_cursor` is for older runs."""
+    """Training runs compared by one column; `columns` lists all columns, and `next_cursor` leads to older runs."""
 
     column: str
     columns: list[str]

@@ -1,6 +1,6 @@
-"""The performance model, which turns measured step times and memory into a recommendation.
+"""Turns measured step times and memory use into a recommendation, using a performance model.
 
-Its functions are pure: they take and return arrays and dataclasses, and use no I/O, clock, log or wire format. Invalid
+The functions are pure: they take and return arrays and dataclasses, and use no I/O, clock, log or wire format. Invalid
 input raises `points.ObservationError` (a `ValueError`) with a message of one sentence. Import from the submodules;
 `docs/model.md` maps each equation to its function. These are the calls for one job and its candidates, in order:
 

@@ -94,9 +94,9 @@ def recommend(
 
     `memory` has the memory model of each variant and is required if prices are per GB. `unavailable` candidates failed
     to run, and `doubtful` candidates may not fit into memory. A doubtful candidate is chosen only if there is no other,
-    and an unavailable candidate only if all candidates are unavailable. A launch with options other than the base is
-    chosen before it has been measured only if no other launch is available. Raises ObservationError if a price is
-    missing.
+    and an unavailable candidate only if all candidates are unavailable. A candidate with options other than the base is
+    chosen before its launch has been measured only if no other candidate is available. Raises ObservationError if a
+    price is missing.
     """
     estimates = price_candidates(candidates, model, goal, memory=memory)
     ineligible: frozenset[Configuration] = frozenset()

@@ -57,7 +57,7 @@ class AllReduceCost:
         The all-reduce has `messages` messages with `size_bytes` bytes in total. A ring of N ranks takes 2 (N - 1) hops
         of s / N bytes each, and the probe measured `probed` ranks. If `ranks` equals `probed`, the result is also
         corrected by the probe's deviation from the line alpha + beta s, interpolated between the nearest probed sizes.
-        Probes can deviate from the line because it adds times that may overlap.
+        Probes can deviate from the line because the line adds times that may overlap.
         """
         hops = (ranks - 1) / (probed - 1)
         parts = np.exp(self.mean) * [messages * hops, size_bytes * hops * probed / ranks]
@@ -78,7 +78,7 @@ class AllReduceCost:
 
 @dataclass(frozen=True)
 class Fabric:
-    """A probe's measurements across all its ranks and, if they were measured separately, across the ranks of one node.
+    """A probe's measurements across all its ranks and, if measured separately, across the ranks of one node.
 
     `launch_s` is the time in seconds to launch one kernel, or None if no device was probed.
     """

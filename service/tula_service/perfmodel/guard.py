@@ -62,7 +62,7 @@ class AccuracyGuard:
     constants: GuardConstants = CAREFUL
 
     def steps(self, global_batch_size: int) -> int:
-        """Return the number of optimizer steps of the whole training."""
+        """Return the number of optimizer steps in the whole training run."""
         return int(self.examples / global_batch_size + _SMALL_FLOAT)
 
     @property

@@ -150,11 +150,11 @@ class Posterior:
         return self._moments([member.covariance * member.variance_factor for member in self.members])
 
     def without_prior(self) -> StepTimePrior:
-        """Return the posterior of this job's measurements with the generic prior, from which later jobs can learn.
+        """Return the posterior from this job's measurements and the generic prior, as a prior for later jobs.
 
-        The prior of the fit is divided out. Otherwise, a job that only used one GPU would pass on other jobs' results
-        about communication, which would then be counted again as measurements. The misfit of the job changes only the
-        deviations of parameters that it measured.
+        The prior of the fit is divided out. Otherwise, a job that used only one GPU would pass on other jobs' results
+        about communication, which would then be counted again as measurements. The factor by which the misfit
+        of the job changes the deviations applies only to parameters that the job measured.
         """
         own, generic, in_seconds = self._moments([m.covariance for m in self.members]), generic_prior(), _IN_SECONDS
         factor = float(self.member_weights @ [member.variance_factor for member in self.members])
@@ -274,8 +274,8 @@ def _fit_member(
 ) -> Member:
     """Return the Laplace approximation around the maximum a posteriori estimate; the search starts at `theta`.
 
-    `shared` is the covariance of the residuals under `scales`, shape (n, n), without the part that each point has to
-    itself. A point is an outlier if it is more than three standard deviations away from its prediction based on all
+    `shared` is the covariance of the residuals under `scales`, shape (n, n), without the independent part of each
+    point. A point is an outlier if it is more than three standard deviations away from its prediction based on all
     other points; outliers do not influence the predictions of other points. At most one point in ten is treated as an
     outlier, starting with the worst.
     """

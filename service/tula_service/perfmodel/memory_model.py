@@ -134,7 +134,7 @@ class MemoryModel:
         return float(special.ndtr(math.log(usable_bytes(capacity_bytes) / needed) / log_sd))
 
     def max_local_batch_size(self, capacity_bytes: float, *, safety_probability: float = 0.95) -> int:
-        """Return the largest local batch that fits with at least this probability, or 0 if not even one example fits.
+        """Return the largest local batch that fits with at least `safety_probability`, or 0 if none fits.
 
         Two per cent of the capacity is reserved for the allocator.
         """
@@ -220,7 +220,7 @@ def fit_memory(observed: MemoryObservations, *, shards: Shards = Shards(), besid
             f"them is wrong, or another process used the device. Only batches below {failed_from:g} are recommended."
         )
     if batches.size and np.unique(batches).size == 1 and counted is None and static is None:
-        notes.append("Memory was measured at one batch only, so its growth with the batch is an assumption.")
+        notes.append("Memory was measured at only one batch, so its growth with the batch is an assumption.")
     return MemoryModel(
         tuple(notes), float(failed_from), float(line[0]), float(line[1]), covariance, shards, beside, upper
     )
@@ -230,7 +230,7 @@ def _reading_sds(peaks: FloatArray) -> FloatArray:
     """Return the standard deviation of each reading, shape (n,).
 
     The standard deviation combines a share of the reading with a share of the smallest reading, which represents the
-    kernels' work space.
+    kernels' workspace.
     """
     return np.hypot(_READING_SD * peaks, _WORK_SPACE_SD * peaks.min()) if peaks.size else peaks
 

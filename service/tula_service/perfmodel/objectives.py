@@ -74,7 +74,7 @@ class Goal:
     options: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def normalized_too_widely(self, local_batch_size: int) -> int:
-        """Return by how many examples a micro-step exceeds batch normalization's limit, twice the base batch."""
+        """Return by how many examples a micro-step exceeds batch normalization's limit of twice the base batch."""
         if not self.batch_normalization or self.guard is None:
             return 0
         return max(0, local_batch_size - 2 * self.guard.base_batch_size)
@@ -228,8 +228,8 @@ class _Balanced(_Compromise):
         if goal.normalized_too_widely(most) <= goal.normalized_too_widely(chosen.local_batch_size):
             return ""
         return (
-            f", with {chosen.local_batch_size} examples per rank and micro-step because batch normalization loses "
-            "accuracy over more than twice the base batch"
+            f", with {chosen.local_batch_size} examples per rank and micro-step because networks with batch "
+            "normalization lose accuracy if a micro-step exceeds twice the base batch"
         )
 
     def _kept(self, goal: Goal, allowed: Sequence[Estimate]) -> list[Estimate]:

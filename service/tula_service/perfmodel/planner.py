@@ -99,7 +99,7 @@ def plan(
     probe measured the links between nodes, only the launch on the smallest cluster is needed. If the job has options,
     these launches use the base options; afterwards, `adaptive` plans the launch with the largest expected gain.
 
-    `model` is the job's fit, or its priors before the first measurement, or None without either. Once there are
+    `model` is the job's fit, or its priors before the first measurement, or None if there is neither. Once there are
     measurements, `recommendation` is the choice that the user sees for `goal`; by default, it is computed from the same
     arguments. `pending` runs have been planned or are in progress; `unavailable` configurations failed and are neither
     planned nor chosen. Raises ObservationError if all candidates failed.

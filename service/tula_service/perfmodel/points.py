@@ -36,8 +36,8 @@ def column(
 ) -> FloatArray:
     """Return a checked column as a read-only float array of shape (rows,).
 
-    Raises ObservationError if the length is wrong, or if a value is infinite, below its bound, or NaN without
-    `nan_allowed`.
+    Raises ObservationError if the length is wrong, or if a value is infinite, outside its bound, or NaN although
+    `nan_allowed` is False.
     """
     array = np.array(values, dtype=np.float64).reshape(-1)
     if rows is not None and array.size != rows:

@@ -74,7 +74,7 @@ class Estimate:
     energy_kwh: Interval | None = None
 
     def narrowed(self, value: Interval, log_sd: float) -> Interval:
-        """Return the interval `value`, narrowed as if the standard deviation of log time were at most this value."""
+        """Return the interval `value`, narrowed as if the standard deviation of log time were at most `log_sd`."""
         if log_sd >= self.time_s.log_sd or value.low <= 0.0:
             return value
         share = log_sd / self.time_s.log_sd
@@ -89,7 +89,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a recommendation; None means "not set". Deadline and budget apply to the whole training."""
+    """The limits of a recommendation; None means "not set". Deadline and budget apply to the whole training run."""
 
     deadline_s: float | None = None
     budget_usd: float | None = None

@@ -208,7 +208,7 @@ def generic_prior() -> StepTimePrior:
     ElasticFlow, DLPerf and TensorFlow's benchmarks (Apache-2.0), and then rounded. On average, the floor is a third of
     the compute at the largest batch, the collective takes 4 % of the compute time for two ranks of a node and 30 % for
     two nodes, and about a third of the communication that could overlap does not overlap. The once-per-step part is 3 %
-    of the compute, which comes from tables of training with gradient accumulation that are not in the project.
+    of the compute; this value comes from tables of training with gradient accumulation that are not in the project.
     """
     return StepTimePrior(
         mean=np.array(
@@ -420,8 +420,9 @@ def prior_from_other_type(learnt: StepTimePrior, measured: Hardware, other: Hard
 
     The shape is kept. If W is the memory bandwidth of a device and L the bandwidth of a link, then c' = c W / W', a' =
     a c / c' and s' = s (c / c') (L / L'). The memory bandwidth is used because step times correlate with it more
-    closely than with the arithmetic peak, of which each generation of devices reaches a different share. If a figure of
-    either type is unknown, the means do not change and c is less certain. Uncertain figures also make c less certain.
+    closely than with the arithmetic peak, since each generation of devices reaches a different share of its peak. If a
+    figure of either type is unknown, the means do not change and c is less certain. Uncertain figures also make c less
+    certain.
     """
 
     def times(name: str) -> float | None:

@@ -183,7 +183,10 @@ class StepTimeModel:
         return posterior
 
     def _input_wait(self, variant: Variant) -> InputWait:
-        """Return a variant's waits or, if none were measured, the nearest variant's, adapted to its own loader."""
+        """Return a variant's waits for data.
+
+        If none were measured, the nearest variant's waits are adapted to this variant's loader.
+        """
         start = nearest_for_waits(variant, self.input_waits)
         if start is None:
             return NO_WAIT
@@ -192,7 +195,7 @@ class StepTimeModel:
         return wait.with_loader(math.exp(faster)) if faster else wait
 
     def _extrapolated(self, points: Points) -> npt.NDArray[np.bool_]:
-        """Return a mask of the points outside their variant's measured range, or of unmeasured variants."""
+        """Return a mask of the points outside their variant's measured range, including all of unmeasured variants."""
         outside = np.ones(len(points), dtype=np.bool_)
         seen = Points.of([]) if self.observations is None else self.observations.points
         for variant in set(seen.variant):

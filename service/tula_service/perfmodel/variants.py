@@ -121,14 +121,14 @@ def believed_effect(switch: Switch) -> Effect:
 
 
 def _directed(effect: Effect, forwards: bool, backwards: bool) -> Effect:
-    """Return the effect if the switch is in this direction, its inverse for the opposite direction, else `_UNKNOWN`."""
+    """Return the effect if the switch is `forwards`, its inverse if the switch is `backwards`, or else `_UNKNOWN`."""
     if backwards:
         return effect._replace(compute=-effect.compute, memory=-effect.memory)
     return effect if forwards else _UNKNOWN
 
 
 def further_switches(start: Options, base: Options, options: Options) -> int:
-    """Return the number of switches from `start` to `options` made while another option differs from the base."""
+    """Return how many switches from `start` to `options` are made while another option differs from the base."""
     made = len(switches(start, options))
     return made if switches(base, start) else max(made - 1, 0)
 
@@ -136,8 +136,9 @@ def further_switches(start: Options, base: Options, options: Options) -> int:
 def nearest(variant: Variant, measured: Iterable[Variant], *, by: frozenset[str] = frozenset()) -> Variant | None:
     """Return the measured variant that is nearest to `variant`, or None if there is no measured variant.
 
-    Variants of the same instance type are nearest, then variants with the fewest switches in the options `by`, then
-    with the fewest switches in all options. If several variants are equally near, the first is returned.
+    Variants of the same instance type are nearer than all others. Among these, the nearest variant has the fewest
+    switches in the options `by` and, if several do, the fewest switches in all options. If several variants are equally
+    near, the first is returned.
     """
 
     def distance(other: Variant) -> tuple[bool, int, int]:

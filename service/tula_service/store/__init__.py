@@ -11,7 +11,7 @@
 A transaction has one repository for each kind of object (`tx.jobs`, `tx.runs`, ...; see `Transaction`). Repositories
 accept and return models from `tula_wire`, such as tokens and events, or the frozen records in `domain.py`, and raise
 `errors.NotFound` and `errors.Conflict`. The job's `data_version`, which is part of the key of every cached
-recommendation, is incremented whenever a run is created or changes state, or a sample is stored.
+recommendation, is incremented whenever a run is created or changes state and whenever a sample is stored.
 """
 
 from tula_service.store.access import DEFAULT_PROJECT_ID

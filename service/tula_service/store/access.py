@@ -79,7 +79,7 @@ class Tokens(Repository):
         return Token(**row)
 
     def by_hash(self, sha256: str) -> Token | None:
-        """Return the token with this hash, even if it has ended, or the token of the open session with this hash."""
+        """Return the token with this hash, even if expired or revoked, or the token of this open session."""
         session = sa.select(sessions.c.token_id).where(sessions.c.sha256 == sha256, sessions.c.expires_at > self._now())
         condition = (tokens.c.sha256 == sha256) | (tokens.c.id == session.scalar_subquery())
         row = self._row(sa.select(*_TOKEN).where(condition))

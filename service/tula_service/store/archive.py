@@ -128,7 +128,7 @@ class Archive:
         return bool(self._files.type_name == "local")
 
     def _sync(self, path: str) -> None:
-        """Flush a local file or folder to disk; other file systems make finished files durable."""
+        """Flush a local file or folder to disk; on other file systems, a finished file is already durable."""
         if not self._is_local:
             return
         opened = os.open(path, os.O_RDONLY)

@@ -161,7 +161,7 @@ class Store:
             raise StoreUnavailable("All database connections are in use: retry in a second.") from error
         except sa.exc.DataError as error:
             raise InvalidInput(
-                "The database rejected a value in the request: check the request's texts and numbers."
+                "The database rejected a value in the request: check the text and the numbers in the request."
             ) from error
         except (
             sa.exc.OperationalError,

@@ -1,4 +1,4 @@
-"""Stores jobs, with one job per idempotency key, and lists jobs in pages, at a cost independent of their number."""
+"""Stores jobs, one per idempotency key, and lists them in pages at a cost that does not depend on their number."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ class Jobs(Repository):
         """Lock the job until this transaction ends, and return it; only one transaction at a time may plan or publish.
 
         The lock is FOR NO KEY UPDATE, so that other transactions can insert rows that refer to the job, such as events.
-        With FOR UPDATE, inserting these rows would have to wait for this lock, while the inserting transactions hold a
-        run or the lock of the job's events.
+        With FOR UPDATE, a transaction that holds a run or the lock of the job's events would have to wait for this lock
+        before it could insert a row.
         """
         row = sa.select(jobs.c.key).where(jobs.c.id == job_id)
         self._connection.execute(row.with_for_update(key_share=True))  # on SQLite, this is a plain query

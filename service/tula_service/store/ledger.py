@@ -1,4 +1,4 @@
-"""Stores the ledger, which contains every recommendation sent to users, immutably, with results of runs that followed.
+"""Stores the ledger: all recommendations sent to users, which never change, and results of runs that followed them.
 
 This module also stores the results of a job that later jobs can use: its posteriors by instance type, and its
 predictions with the values measured later.
@@ -59,7 +59,10 @@ class Ledger(Repository):
         self._put(ledger_outcomes, key, values | {"at": self._now()})
 
     def list(self, job_id: str, *, followed: bool = False, limit: int = 200) -> Sequence[LedgerRecord]:
-        """Return a job's entries, newest first, one per outcome; with `followed=True`, only entries with an outcome."""
+        """Return a job's entries, newest first; with `followed=True`, only entries that have an outcome.
+
+        An entry with several outcomes is returned once for each outcome.
+        """
         conditions = [ledger.c.job_id == job_id, *([ledger_outcomes.c.run_id.is_not(None)] if followed else [])]
         return self._records(*conditions, limit=limit)
 
@@ -144,8 +147,8 @@ class PosteriorStore(Repository):
     def of_earlier_jobs(self, project_id: str, *, before: int, limit: int) -> list[RowMap]:
         """Return specifications, posteriors and prediction pairs of the project's jobs before a cursor, newest first.
 
-        Jobs without results are omitted. Only the newest `limit` jobs are read, so that the
-        cost does not grow with the project.
+        Jobs without results are omitted. Only the newest `limit` jobs are read, so that the cost does not grow with
+        the project.
         """
         newest = (
             sa.select(jobs.c.key, jobs.c.id)

@@ -213,7 +213,7 @@ class Leases(Repository):
         return self._lease([key], holder, lease_s, self._now() + timedelta(seconds=lease_s), int(last) + 1)[0]
 
     def claim_launch(self, run: RunRecord) -> list[RunRecord]:
-        """Lease pending runs that differ from `run` only in local batch size to its holder; return these runs."""
+        """Lease the pending runs that differ from `run` only in local batch size to its holder, and return them."""
         pending = sa.select(runs.c.key).where(*_same_launch(run), runs.c.state == "pending")
         keys = list(self._connection.execute(pending.with_for_update(skip_locked=True)).scalars())
         return self._lease(keys, run.holder, run.lease_s, run.lease_expires_at, run.lease)
@@ -236,7 +236,7 @@ class Leases(Repository):
         self._connection.execute(expired.values(state="pending", **_RELEASED))
 
     def expired(self, job_ids: Sequence[str]) -> Sequence[str]:
-        """Return those of `job_ids` whose jobs have a training run with an expired lease."""
+        """Return the ids in `job_ids` of jobs that have a training run with an expired lease."""
         lost = sa.and_(runs.c.kind == "train", runs.c.state.in_(_HELD), runs.c.lease_expires_at < self._now())
         statement = sa.select(runs.c.job_id).where(runs.c.job_id.in_(job_ids), lost).distinct()
         return list(self._connection.execute(statement).scalars())

@@ -153,7 +153,7 @@ class Samples(Repository):
         return by_rank
 
     def host_facts(self, run_key: int) -> HostFacts | None:
-        """Return the facts about script and host reported by the newest process of the run's first rank, or None."""
+        """Return the facts about script and host that the newest process of the run's first rank reported, or None."""
         table = sample_sources.c
         statement = sa.select(table.machine).where(
             table.run_key == run_key, table.rank == 0, table.machine.is_not(sa.null())
@@ -197,8 +197,8 @@ class Samples(Repository):
         """Return a page of a job's rows, ordered by process and sequence number, and the next page's cursor, if any.
 
         Rows are read in the order of the primary key, one process at a time, so all pages cost the same. `warmup` and
-        the step are not part of this key. Therefore a page ends after MOST_READ rows or MOST_PROCESSES processes were
-        read, even if few rows or none matched, and the next page continues from there.
+        the step are not part of this key. Therefore, a page ends once MOST_READ rows or MOST_PROCESSES processes have
+        been read, even if few rows or none matched, and the next page continues from there.
         """
         page: list[RowMap] = []
         unread = MOST_READ
@@ -302,7 +302,7 @@ class Samples(Repository):
         return True
 
     def _highest(self, run_keys: Sequence[int]) -> dict[int, MemoryReading]:
-        """Return each run's memory reading with the highest peak; a tie is decided by the newest process."""
+        """Return each run's memory reading with the highest peak or, in a tie, the reading of the newest process."""
         table = memory_readings.c
         place = sa.func.row_number().over(
             partition_by=table.run_key, order_by=(table.peak_bytes.desc(), table.source_key.desc())
@@ -361,7 +361,7 @@ class Samples(Repository):
         return values
 
     def _reach(self, source: int, after: int, most: int) -> tuple[int, int]:
-        """Count at most `most` rows of a process after `after`; return the count and the last row's sequence number."""
+        """Return the number of rows after `after`, counting at most `most`, and the sequence number of the last row."""
         table = step_samples.c
         some = (
             sa.select(table.sequence)

@@ -179,7 +179,7 @@ class Telemetry(Repository):
         return stored
 
     def admitted(self, run_key: int, names: Sequence[str]) -> list[str]:
-        """Return those of `names` that are already columns of the run or can be added without exceeding MAX_NAMES."""
+        """Return the names that are already columns of the run or can be added without exceeding MAX_NAMES."""
         column = telemetry_columns.c
         has = set(self._connection.execute(_ADMITTED, {"run": run_key, "names": list(names)}).scalars())
         new = [name for name in names if name not in has]
@@ -284,9 +284,9 @@ def _noted(chunk: NewChunk) -> Iterator[tuple[str, int, int | None, float | None
 
 
 def _chunks(column: str, rank: int) -> sa.Select[tuple[int, str, bytes]]:
-    """Return a query for those chunks of a rank that contain the column.
+    """Return a query for the chunks of a rank that contain the column.
 
-    Since some columns are rarely sent, most chunks need not be read or decompressed for them.
+    For a column that is rarely sent, most chunks need not be read or decompressed.
     """
     chunk = telemetry_chunks.c
     has_column = ("," + chunk.columns + ",").contains(f",{column},", autoescape=True)

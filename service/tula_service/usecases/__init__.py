@@ -1,1 +1,4 @@
-"""The use cases, one file per API resource. Each authorises, loads data, analyses it, and stores the result."""
+"""Implements the use cases, with one file per API resource.
+
+A use case authorises the caller, loads data, analyses the data, and stores the result.
+"""

@@ -231,9 +231,10 @@ def token_state(token: Token, now: datetime) -> str:
 
 
 class KnownRuns:
-    """A cache of each run's immutable key, job and project, and of its last `samples` event, for requests with samples.
+    """Caches each run's key, job and project, which never change, and limits the rate of its `samples` events.
 
-    Request threads share an instance, so every access to its caches holds `_lock`."""
+    Request threads share an instance, so every access to its caches holds `_lock`.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -350,7 +351,7 @@ class Access:
             tx.tokens.touch(token_id)
 
     def forget(self, secret: str | None) -> None:
-        """Remove a secret from the cache, so that it is checked at its next use; None stands for "no token"."""
+        """Remove a secret from the cache, so that it is checked at its next use; None means no token."""
         with self._lock:
             self._trusted.pop(secret, None)
 

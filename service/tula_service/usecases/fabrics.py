@@ -25,7 +25,7 @@ def add(store: Store, principal: Principal, probe: wire.FabricProbe) -> wire.Fab
 
 
 def add_of_run(store: Store, run_id: str, measured: wire.AllReduces) -> None:
-    """Store the measurements of a run's ranks as a probe of its cluster, unless a stored probe has as many ranks.
+    """Store measurements by a run's ranks as a probe of its cluster, unless a stored probe has at least as many ranks.
 
     This rule limits how often an agent can make its job's plan stale by sending probes. Measurements are ignored if the
     number of ranks differs from the run's number of ranks.
@@ -40,7 +40,7 @@ def add_of_run(store: Store, run_id: str, measured: wire.AllReduces) -> None:
 
 
 def to_launch(tx: Transaction, job: JobRecord, run: wire.Run) -> wire.Run:
-    """Return the run for its launcher, with an instruction to probe links unless a probe of as many ranks exists."""
+    """Return the run for its launcher, with an instruction to probe links unless the cluster `is_probed`."""
     if run.instruction is None or run.configuration.world_size < 2 or is_probed(tx, job, run.configuration):
         return run
     return run.model_copy(update={"instruction": run.instruction.model_copy(update={"probe_s": _PROBE_S})})

@@ -229,7 +229,7 @@ def _check(spec: wire.JobSpec) -> None:
         if OBJECTIVES[spec.objective].needs_prices:
             raise InvalidInput(
                 f"Objective '{spec.objective}' requires prices: set cluster.price.usd_per_node_hour, or choose "
-                "objective balanced or time.",
+                "the objective balanced or time.",
                 field="cluster.0.price",
             )
         if spec.usd_per_hour_of_waiting is not None:

@@ -51,8 +51,8 @@ def answer(
 ) -> str:
     """Analyse a job, store the recommendation (and the plan if `plan`), and return the recommendation as JSON.
 
-    The caller must hold the turn that yielded `compute`. If `keep` is False because the caller has read-only access,
-    nothing is stored, not even in the ledger.
+    The caller must hold the turn (`Fits.turn`) that yielded `compute`. If `keep` is False because the caller has
+    read-only access, nothing is stored, not even in the ledger.
     """
     for _ in range(ATTEMPTS):
         with store.reading() as tx:
@@ -79,7 +79,7 @@ def store_answer(tx: Transaction, job: JobRecord, findings: Findings) -> str:
     """Store the plan, if any, then cache the recommendation, record it in the ledger, and return it as JSON.
 
     If the data have changed and a newer recommendation is cached, the newer one is returned. The caller must hold the
-    job's lock and must have compared the facts.
+    job's lock and must have checked that the facts (`_facts`) did not change during the fit.
     """
     # New pending runs do not affect the fit, so the result is also valid for the version that they create. If
     # measurements arrived during the fit, the result is stored under the version from which it was computed.

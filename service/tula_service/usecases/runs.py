@@ -105,10 +105,10 @@ def fail_vanished(tx: Transaction, job_id: str) -> None:
 
 
 def with_vanished(store: Store, read: Callable[[Transaction], T], jobs_of: Callable[[T], Sequence[str]]) -> T:
-    """Return the result of `read`, after marking its jobs' training runs with expired leases as failed (`jobs_of`).
+    """Mark training runs with expired leases as failed, then return the result of `read`.
 
-    This ensures that a training run whose launcher has died is not shown as running. A read-only database is not
-    changed.
+    `jobs_of` returns the ids of the jobs in a result; only runs of these jobs are marked. This ensures that a training
+    run is not shown as running after its launcher has died. A read-only database is not changed.
     """
     with store.reading() as tx:
         answer = read(tx)

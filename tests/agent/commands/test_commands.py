@@ -1,4 +1,4 @@
-"""`tula doctor` and `tula upload` as a person meets them."""
+"""Tests `tula doctor` and `tula upload` as a user runs them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def look(environ: dict[str, str]) -> dict[str, Finding]:
 
 
 def test_a_clock_apart_from_the_service_is_a_warning() -> None:
-    """Of a service whose answers carry a date of long ago; no real one has a wrong clock at will."""
+    """The simulated service sends a Date header from 2019, since the clock of a real service cannot be set."""
     answers = httpx.MockTransport(lambda _: httpx.Response(200, headers={"date": "Tue, 01 Jan 2019 00:00:00 GMT"}))
     with httpx.Client(transport=answers) as client:
         (clock,) = [found for found in examine({}, client) if found.name == "clock"]
@@ -111,7 +111,7 @@ def test_an_upload_without_a_service_loses_nothing(sink: Sink, tmp_path: Path) -
 
 
 def test_two_uploads_at_once_lose_nothing(tmp_path: Path) -> None:
-    """While the first waits for an answer, the agent writes again and another upload takes that but cannot send it."""
+    """While the first upload waits, the agent writes again, and a second upload reads that but cannot send it."""
     spool = Spool(tmp_path / "r-0-boot.spool", 2**20)
     items = [SpooledRequest("POST", "/v1/runs/r/samples", b'{"n": %d}' % n, 1) for n in range(2)]
     spool.append(items[0])

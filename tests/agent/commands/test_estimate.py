@@ -1,4 +1,4 @@
-"""`tula estimate` counts a user's model and prints what its job.toml needs."""
+"""Tests that `tula estimate` measures a user's model and prints the values that its job.toml needs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PARAMETERS = 64 * 256 + 256 + 256 * 10 + 10
 
 @pytest.fixture
 def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    """Runs the command in a folder with the user's module."""
+    """Return a function that runs the command in a folder with the user's module."""
     (tmp_path / "their_model.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     app = typer.Typer()

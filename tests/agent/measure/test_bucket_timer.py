@@ -1,4 +1,4 @@
-"""When the buckets of a real DDP module are ready, and that its hooks go."""
+"""Tests when the buckets of a real DDP module are ready, and that the timer removes its hooks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tula_agent.measure.ddp import TIMED_STEPS, BucketTimer
 
 
 class Slow(torch.autograd.Function):
-    """A layer whose backward takes 5 ms."""
+    """A layer with a backward pass of 5 ms."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
@@ -44,7 +44,7 @@ class Network(nn.Module):
 
 @pytest.fixture
 def gloo() -> Iterator[None]:
-    """A process group of this process alone."""
+    """Create a process group that contains only this process."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     yield
     dist.destroy_process_group()
@@ -76,7 +76,10 @@ def test_the_first_rank_sends_the_timeline_once(sink: Sink, launch: Launch) -> N
 
 
 def timed(model: nn.Module, steps: int = TIMED_STEPS) -> dict[str, list[float]] | None:
-    """What is known after so many steps, none of them before the last one; DDP has had one to order its buckets."""
+    """Return the timer's result after `steps` steps, and assert that there is none earlier.
+
+    Before these steps, one backward pass lets DDP order its buckets.
+    """
     model(torch.randn(2, 512)).sum().backward()
     timer = BucketTimer(model)
     found = None

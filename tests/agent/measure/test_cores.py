@@ -1,4 +1,4 @@
-"""A rank counts the cores of its node once among the ranks that share them."""
+"""Tests that the cores of a node are divided among the ranks that share them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A count of tensors beside one reading tells the memory of larger batches: the benchmark with real networks."""
+"""Tests that tensor counts and one memory reading predict the memory of larger batches, on the benchmark's networks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Times by the device's clock: events are reused, nothing waits, and wall time remains without them.
+"""Tests the device's clock: events are reused, nothing waits, and wall time is used where events fail.
 
-No CUDA device is at hand here: `Event` and `Driver` below are small hand-written stand-ins, on a device whose progress
-the test moves by hand. `python -m benchmarks.gpu` runs `clock_for` and a capture on a real device.
+This machine needs no CUDA device: `Event` and `Driver` below are small hand-written stand-ins for a device that
+advances only when the test advances it. `python -m benchmarks.gpu` runs `clock_for` and a capture on a real device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tula_agent.ship.request_builder import Identity, RequestBuilder
 
 
 class Device:
-    """A stream: events are passed in the order of their recording, `work` milliseconds apart."""
+    """A stream that passes events in the order of their recording, separated by the time of the queued work."""
 
     def __init__(self) -> None:
         self.now_ms = 0.0
@@ -38,7 +38,7 @@ class Device:
         self.broken = False
 
     def work(self, ms: float) -> None:
-        """Something is launched that takes this long; the host goes on at once."""
+        """Queue work that takes this long on the device; the host does not wait."""
         self.queued_ms += ms
 
     def record(self, event: Event) -> None:
@@ -52,7 +52,7 @@ class Device:
 
 
 class Event:
-    """As `torch.cuda.Event(enable_timing=True)`: asking for a time before the device came by is an error."""
+    """A stand-in for `torch.cuda.Event(enable_timing=True)`; reading its time too early is an error."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -143,7 +143,7 @@ def test_a_device_without_events_has_no_clock() -> None:
 
 @dataclass
 class Rank:
-    """One rank's readings, and what the shipping thread makes of them."""
+    """The readings of one rank, and the requests that the shipping thread makes from them."""
 
     readings: Readings
     requests: RequestBuilder
@@ -261,7 +261,7 @@ def test_moments_without_an_event_have_no_time() -> None:
 
 
 class Driver:
-    """Stands in for libcuda: the mode of the one thread that calls it."""
+    """A stand-in for libcuda that keeps the capture mode of the one thread that calls it."""
 
     def __init__(self) -> None:
         self.mode = 0

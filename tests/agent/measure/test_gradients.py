@@ -1,4 +1,4 @@
-"""The gradient norm is right, and its cost is bounded."""
+"""Tests that the gradient norm is correct and that its cost is bounded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tula_agent.torch_private import norm_squared
 
 
 def optimizer_of(*gradients: torch.Tensor) -> torch.optim.Optimizer:
-    """One whose parameters have these gradients."""
+    """Return an optimizer with parameters that have these gradients."""
     parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
@@ -57,7 +57,7 @@ def test_variability_is_equation_5_of_two_steps_in_a_row() -> None:
 
 
 def test_a_fused_optimizer_that_unscales_by_itself_has_its_true_norm() -> None:
-    """A GradScaler leaves scaled gradients to such an optimizer, and the scale in its `grad_scale` during the step."""
+    """In the step of such an optimizer, gradients are still scaled, and `grad_scale` is the scale of the GradScaler."""
     read: dict[str, float] = {}
     parameter = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([parameter], lr=0.1, fused=True)

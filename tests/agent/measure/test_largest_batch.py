@@ -1,4 +1,4 @@
-"""The largest batch is predicted from what smaller ones used, and never promises less than what has run."""
+"""Tests that the largest batch is predicted from the memory of smaller ones, and is at least the largest that ran."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STATIC, CONTEXT, CAPACITY = 3 * 10**9, 5 * 10**8, 80 * 10**9
 
 
 def seen(batch: int, slope: int, fixed: int = 0, capacity: int = CAPACITY) -> dict[str, int]:
-    """What a device would report whose memory is linear in the batch; a tenth of the slope is the batch itself."""
+    """Return the readings of a device whose memory is linear in the batch; a tenth of the slope is the batch itself."""
     grows = fixed + batch * slope
     batch_bytes = batch * slope // 10
     return {

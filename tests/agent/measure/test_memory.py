@@ -1,4 +1,4 @@
-"""Memory by component, and what can be said before anything runs."""
+"""Tests the memory of each component, and the estimate before anything runs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_an_estimate_counts_exactly_what_is_held_at_the_peak_and_touches_nothing
 
 
 class Blocks(nn.Module):
-    """Four blocks behind a first layer, recomputed in the backward pass if asked for."""
+    """A network of four blocks, which can be recomputed in the backward pass."""
 
     def __init__(self, *, recomputed: bool, reentrant: bool = False) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Blocks(nn.Module):
 
 
 def test_recomputed_activations_are_seen_and_their_flops_count_once() -> None:
-    """The service adds a third where the flag is set, so the specification has the FLOPs without it."""
+    """The specification has the FLOPs without recomputation, since the service adds a third if the flag is set."""
     sample = torch.randn(8, 64, requires_grad=True)
     plain, recomputed = (estimate_memory(Blocks(recomputed=each), sample) for each in (False, True))
     assert not plain.model_spec("net")["activation_checkpointing"]
@@ -147,7 +147,7 @@ def test_where_segments_grow_the_bytes_alone_bound_the_batch(monkeypatch: pytest
 
 
 class Classifier(nn.Module):
-    """Tokens to a loss over many classes, which outweighs the rest."""
+    """A network with a loss over so many classes that the logits need most of the memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Classifier(nn.Module):
 
 
 def test_half_precision_logits_are_copied_to_single_precision_by_no_kernel_of_a_gpu() -> None:
-    """At the peak: logarithms, the loss's gradient (both float32), and the gradient of the logits in half precision."""
+    """At the peak, logarithms and the loss's gradient are float32, and the logits' gradient is half precision."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         estimate = estimate_memory(Classifier(), torch.randn(4, 8))
     assert estimate.activation_bytes_per_sample == pytest.approx(4096 * (4 + 4 + 2), rel=0.01)
@@ -185,7 +185,7 @@ def test_a_sample_without_a_batch_is_refused_in_one_sentence() -> None:
 
 
 def test_a_depthwise_network_costs_what_its_groups_do_and_recomputes_nothing() -> None:
-    """PyTorch's counter takes the backward pass of a grouped convolution for that of a full one."""
+    """PyTorch's counter counts the backward pass of a grouped convolution like that of a full convolution."""
     net = torch.nn.Sequential(
         torch.nn.Conv2d(3, 16, 3, padding=1),
         torch.nn.Conv2d(16, 16, 3, padding=1, groups=16),
@@ -230,7 +230,7 @@ def test_the_largest_tensor_of_a_convolution_is_counted_by_example() -> None:
 
 
 def test_images_that_convolutions_read_or_make_in_channels_first_memory_are_counted_by_example() -> None:
-    """A convolution of x into y passes over x and y forward, and twice over y and over both again backward."""
+    """A convolution transposes input and output once forward, and once backward for each of its two gradients."""
     network = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 4, 3), nn.Sigmoid())
     images = torch.randn(2, 3, 10, 10)
     image, hidden, out = 3 * 100, 16 * 100, 4 * 64

@@ -1,4 +1,4 @@
-"""What NVML says of a device. No GPU is at hand: a module with NVML's functions and units stands in for its library."""
+"""Tests what the agent reads from NVML, with a stand-in for its library that has the same functions and units."""
 
 from __future__ import annotations
 

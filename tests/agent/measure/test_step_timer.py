@@ -1,4 +1,4 @@
-"""Step boundaries, whatever the loop does."""
+"""Tests that the step timer finds the boundaries of steps in any training loop."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_watched_optimizer_ends_steps_and_teaches_the_accumulation() -> None:
 
 
 def micro_steps_of(timer: StepTimer, stepping: list[bool]) -> list[int]:
-    """Micro-steps of each step that ends, where the optimizer steps after those batches."""
+    """Return the micro-steps of each step that ends; `stepping` says after which batches the optimizer steps."""
     timer.watched = True
     timer.want_batch()
     found = []

@@ -1,4 +1,4 @@
-"""What the agent sees of a script's switches in one step, and what it says where an option was not followed."""
+"""Tests which of a script's switches the agent detects in one step, and its warning about an option without effect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OFF = {"precision": "fp32", "compile": "off", "checkpointing": "off", "num_worke
 
 
 class Network(nn.Module):
-    """Two layers, of which the second may be checkpointed."""
+    """A network of two layers, of which the second can be checkpointed."""
 
     def __init__(self, *, checkpoints: bool = False) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Network(nn.Module):
 
 @pytest.fixture
 def frames() -> Iterator[dict[str, int]]:
-    """Counts what torch.compile compiles in this process, and forgets it afterwards."""
+    """Yield the counters of what torch.compile has compiled in this process, and clear them afterwards."""
     import torch._dynamo.utils
 
     yield torch._dynamo.utils.counters["frames"]
@@ -40,7 +40,7 @@ def frames() -> Iterator[dict[str, int]]:
 
 
 def seen(network: nn.Module, *, autocast: torch.dtype | None = None) -> dict[str, Any]:
-    """What one watched step did."""
+    """Return the switches that were detected in one watched step."""
     watch = SwitchWatch([network])
     inputs = torch.randn(3, 4, dtype=next(network.parameters()).dtype)
     with torch.autocast("cpu", autocast) if autocast is not None else nullcontext():
@@ -52,12 +52,12 @@ def seen(network: nn.Module, *, autocast: torch.dtype | None = None) -> dict[str
 
 
 def said(network: nn.Module, options: dict[str, str], *, autocast: torch.dtype | None = None) -> list[str]:
-    """Sentences after one watched step."""
+    """Return the agent's sentences after one watched step."""
     return list(contradictions(options, seen(network, autocast=autocast) | {"loader_workers": 0}))
 
 
 def sharded(network: Network) -> Network:
-    """The network with the mark of FSDP 1 on a parameter, as if other ranks held the rest of it."""
+    """Mark a parameter of the network as FSDP 1 does, as if other ranks held the rest of it."""
     network.first.weight._fsdp_flattened = True  # type: ignore[attr-defined]
     return network
 

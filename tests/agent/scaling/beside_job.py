@@ -1,4 +1,4 @@
-"""Trains on two ranks with interfaces of torch that only several ranks show; prints one JSON line for all ranks."""
+"""Trains two ranks with torch interfaces that need several ranks; prints one JSON line for all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = {"global_batch_size": 64, "small_batch_size": 8}
 
 
 class Unturned(Gain):
-    """Only matrices of torch's own SGD are turned, and factors are compared here."""
+    """A gain policy that does not turn directions, so that only factors differ between optimizers."""
 
     damping = None
 
@@ -64,7 +64,7 @@ def train(make: Made) -> dict[str, Any]:
 
 
 def returns_before_others_join() -> bool:
-    """Whether a step of rank 0 returns while rank 1 has not begun its own: a reduction would then be in flight."""
+    """Return True if a step of rank 0 returns before rank 1 begins its own, with a reduction in flight."""
     store = dist.distributed_c10d._get_default_store()  # the one that ranks have in common; torch has no public name
     weight = nn.Parameter(torch.ones(8))
     optimizer = TulaOptimizer(torch.optim.SGD([weight], lr=0.01), **SIZES)

@@ -1,6 +1,6 @@
-"""A fixture that runs a job on several ranks, one process each, and collects the result of every rank.
+"""Provides a fixture that runs a job on several ranks, one process each, and collects the result of every rank.
 
-Tensors in these tests are tiny: a second thread would only wait for the first, for minutes on a busy machine.
+The tensors in these tests are tiny: a second thread would only wait for the first, for minutes on a busy machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def results_of_ranks(alone: Callable[..., Done]) -> Callable[..., list[Any]]:
-    """Run a job and return the result of each rank."""
+    """Return a function that runs a job and returns the result of each rank."""
 
     def run(world_size: int, job: Path, *arguments: str) -> list[Any]:
         (line,) = alone(job, *arguments, ranks=world_size).printed("RESULT ")

@@ -1,4 +1,4 @@
-"""Gain rules with other constants."""
+"""Creates gain policies with other constants."""
 
 from __future__ import annotations
 

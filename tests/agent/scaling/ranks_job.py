@@ -1,6 +1,7 @@
-"""Trains 60 (or 25) steps by each scenario, of all or of those named, and prints one JSON line for all ranks.
+"""Trains for 60 (or 25) steps in each scenario, or in the named ones; prints one JSON line for all ranks.
 
-Every rank sees other data; each line carries digests of the weights at several steps, so a test can compare ranks.
+Each rank trains on different data. Each record contains digests of the weights at several steps, so that a test can
+compare ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LONG = ("gain", "ags")
 
 
 class Alone(Gain):
-    """Without directions."""
+    """A gain policy that does not turn directions."""
 
     damping = None
 
@@ -63,7 +64,7 @@ def network() -> nn.Module:
 
 
 class Embedded(nn.Module):
-    """Looks each pixel up in a table."""
+    """A network that maps each pixel to a row of an embedding table."""
 
     def __init__(self) -> None:
         super().__init__()

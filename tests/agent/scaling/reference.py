@@ -1,4 +1,4 @@
-"""Gradient scaling as the papers write it, one tensor and one number at a time: the oracle of the tests."""
+"""Implements gradient scaling as in the papers, one tensor at a time, as a reference for the tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Batch = Any
 
 
 def variability(gradients: Sequence[torch.Tensor], previous: Sequence[torch.Tensor]) -> float:
-    """Equation 5 over the global gradient, given as one tensor per parameter."""
+    """Return the variability of equation 5 for the global gradient, which has one tensor per parameter."""
     now = sum(float((g.double() ** 2).sum()) for g in gradients)
     before = sum(float((g.double() ** 2).sum()) for g in previous)
     return abs((now - before) / before)
@@ -22,9 +22,9 @@ def variability(gradients: Sequence[torch.Tensor], previous: Sequence[torch.Tens
 def ags_factor(small: torch.Tensor, large: torch.Tensor, *, s_min: float, s_max: float) -> torch.Tensor:
     """Return Algorithm 1's factors of one parameter, element by element: min(|g_small| / (|g_large| + eps), s_max).
 
-    The paper divides by g_large + eps and takes the magnitude last; a negative g_large near -eps then gives infinity
-    or NaN, which a clamp lets through, so the magnitude is taken first. Lemma 1 wants s >= s_min > 0. Where both are
-    zero this gives s_min, the fast version 1.
+    The paper divides by g_large + eps and then takes the magnitude. A negative g_large near -eps would then give
+    infinity or NaN, which a clamp does not remove, so this function takes the magnitudes first. Lemma 1 requires s >=
+    s_min > 0. If both gradients are zero, this function returns s_min; the fast version returns 1.
     """
     ratio = small.abs() / (large.abs() + EPS)
     return ratio.clamp(min=s_min, max=s_max)
@@ -41,10 +41,11 @@ def algorithm_1(
     eta: float,
     delta: float,
 ) -> list[torch.Tensor]:
-    """Algorithm 1 line by line with plain SGD; returns the weights after the last step.
+    """Run Algorithm 1 line by line with plain SGD; return the weights after the last step.
 
-    `gradient(w, batch)` is the gradient of f, `sample(batch)` the sub-batch b_small of b_large. Two things are ours:
-    s_min = 1e-3, which Lemma 1 needs, and a first step that counts as sensitive, since it has none before it.
+    `gradient(w, batch)` is the gradient of f, and `sample(batch)` the sub-batch b_small of b_large. This function
+    differs from the paper in two points: s_min is 1e-3, since Lemma 1 requires s_min > 0, and the first step, which has
+    no step before it, counts as sensitive.
     """
     gradscale = [torch.ones_like(w) for w in weights]
     before = None
@@ -66,9 +67,9 @@ def algorithm_1(
 
 
 def gain_of_parts(parts: Sequence[torch.Tensor], *, batch_ratio: float) -> float:
-    """AdaScale's gain of one step, from the flat gradients of n equal parts of a batch, capped at B/b.
+    """Return AdaScale's gain of one step from the flat gradients of n equal parts of a batch, at most B/b.
 
-    Sigma is the sample covariance of the parts; |G|^2 is |mean|^2 less the noise in it.
+    Sigma is the sample covariance of the parts; |G|^2 is |mean|^2 minus the noise in it.
     """
     count = len(parts)
     mean = torch.stack([part.double() for part in parts]).mean(dim=0)

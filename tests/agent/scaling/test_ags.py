@@ -1,4 +1,4 @@
-"""`ags` is Algorithm 1 as printed, `static` equation 8."""
+"""Tests that `ags` is the paper's Algorithm 1, and `static` its equation 8."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_without_steps_per_epoch_factors_are_found_after_the_first_step_of_the_n
 
 
 def test_variability_is_that_of_gradients_before_the_clip():
-    """A clip to a small norm would make all norms equal, and no step sensitive."""
+    """Clipping to a small norm would make all norms equal, and then no step would be sensitive."""
     seen = {}
     for limit in (1e9, 1e-3):
         model = network()

@@ -1,4 +1,4 @@
-"""Gradient scaling beside torch's other interfaces: each is supported, or one sentence says what to do."""
+"""Tests gradient scaling with other interfaces of torch: each is supported, or one sentence says what to do."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def sentences(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def hooks_on(parameter: torch.Tensor) -> int:
-    """Hooks of both kinds; torch has no public way to list them."""
+    """Return the number of hooks of both kinds; torch has no public way to list them."""
     return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
 
 
@@ -203,7 +203,7 @@ def test_a_step_that_grad_scaler_skips_leaves_no_trace_however_gradients_are_cle
 
 
 def test_gradients_of_another_models_step_that_are_dropped_are_no_parts():
-    """A generator's backward passes through its critic, whose gradients the script drops by `critic.zero_grad()`."""
+    """A generator's backward pass runs through its critic; the script drops those gradients by `critic.zero_grad()`."""
     scales = []
     for passes_through in (False, True):
         torch.manual_seed(0)
@@ -398,7 +398,7 @@ def test_the_scripts_default_device_changes_nothing(policy):
 
 
 class Spectral(nn.Module):
-    """A layer with complex weights, as Fourier neural operators have."""
+    """A layer with complex weights, like those in Fourier neural operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -429,7 +429,7 @@ def test_complex_weights_train(policy, kind):
 
 
 class Sharp(torch.optim.Optimizer):
-    """Sharpness-aware steps by two methods of its own, as the usual wrapper has."""
+    """A sharpness-aware optimizer with a separate method for each of its two steps, as in the usual wrapper."""
 
     def __init__(self, parameters: Any, base: Any, **options: Any) -> None:
         super().__init__(parameters, options)
@@ -556,7 +556,7 @@ def of_two_ranks(results_of_ranks: Callable[..., list[Any]]) -> list[dict[str, A
 
 
 def test_no_reduction_is_in_flight_once_a_step_on_cpus_has_returned(of_two_ranks):
-    """gloo aborts a process that ends with one in flight; the step may be the script's last."""
+    """gloo aborts a process that ends during a reduction, and any step may be the last one of the script."""
     assert not any(result["early"] for result in of_two_ranks)
 
 

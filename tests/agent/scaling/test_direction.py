@@ -1,4 +1,4 @@
-"""The direction of a step: levelled above the noise, of unchanged length; SGD's own where nothing can be said."""
+"""Tests the direction of a step: levelled above the noise, of unchanged length, or SGD's own without an estimate."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from tula_agent.scaling.direction import (
 
 
 def exact_root(matrix: torch.Tensor) -> torch.Tensor:
-    """A^(-1/2) by eigenvectors, in float64."""
+    """Return A^(-1/2) from eigenvectors, in float64."""
     values, vectors = torch.linalg.eigh(matrix.double())
     return (vectors * values.rsqrt()) @ vectors.T
 
 
 def exact_direction(update: torch.Tensor, level: float) -> torch.Tensor:
-    """The module's first equation as printed, in float64."""
+    """Return the direction by the first equation of `direction.py`, in float64."""
     wide = update.double()
     direction = exact_root(wide @ wide.T + level * torch.eye(len(wide))) @ wide
     return direction * (wide.norm() / direction.norm())
 
 
 def spread(rows: int, columns: int, *, decades: float, seed: int = 0) -> torch.Tensor:
-    """A matrix whose singular values fall by so many decades."""
+    """Return a random matrix with singular values from 1 down to 10^-decades."""
     draw = torch.Generator().manual_seed(seed)
     left = torch.linalg.qr(torch.randn(rows, rows, generator=draw))[0]
     right = torch.linalg.qr(torch.randn(columns, rows, generator=draw))[0]
@@ -48,12 +48,12 @@ def spread(rows: int, columns: int, *, decades: float, seed: int = 0) -> torch.T
 
 
 def turned(update: torch.Tensor, level: float) -> torch.Tensor:
-    """D of one matrix."""
+    """Return the direction D of one matrix."""
     return update + corrected(update[None], level)[0]
 
 
 def corrected(updates: torch.Tensor, *levels: float) -> torch.Tensor:
-    """D - U of matrices with these levels."""
+    """Return D - U, the change of direction, of matrices with these noise levels."""
     return torch.stack(corrections([*updates], torch.tensor(levels)))
 
 
@@ -155,7 +155,7 @@ def test_the_iteration_for_gpus_finds_the_inverse_root_of_what_it_may_get(condit
 
 
 def test_the_noise_level_spreads_the_noise_of_the_momentum_buffer_over_the_rows():
-    """A buffer of pure noise has 1 / (1 - mu^2) of a step's; a quarter of its mean square by row is the level."""
+    """A buffer of noise has 1 / (1 - mu^2) of a step's noise; the level is a quarter of its mean square per row."""
     draw = torch.Generator().manual_seed(0)
     buffer = torch.zeros(20, 50)
     squares = []
@@ -234,7 +234,7 @@ def trained(
     autocast: bool = False,
     rate: float | torch.Tensor = 0.01,
 ) -> nn.Sequential:
-    """A small network after steps of four micro-steps, whose batch is eight times the small one."""
+    """Train a small network in steps of four micro-steps, with a batch that is eight times the small one; return it."""
     net = network()
     options = {"momentum": 0.9} if inner is torch.optim.SGD else {}
     sgd = inner([{"params": list(net.parameters()), "direction": turned}], lr=rate, **options)
@@ -298,7 +298,7 @@ def test_the_tables_of_embeddings_are_recognised_and_keep_their_steps():
 
 
 def stepped_with_embedding(table: nn.Embedding) -> None:
-    """Take one measured step of a model with this table."""
+    """Take two steps of a model with this embedding table; the second step is measured."""
     net = nn.Sequential(table, nn.Flatten(), nn.Linear(18, 6))
     optimizer = TulaOptimizer(torch.optim.SGD(net.parameters(), lr=0.01), global_batch_size=8, small_batch_size=4)
     for _ in range(2):
@@ -374,7 +374,7 @@ def test_the_steps_of_other_optimizers_keep_their_directions(inner):
 
 
 def noises(optimizer: TulaOptimizer) -> list[float]:
-    """V of each matrix: the last numbers that a checkpoint has, one a parameter, are NaN for others."""
+    """Return V of each matrix: the last numbers in a checkpoint, one per parameter, except NaN (no matrix)."""
     parameters = sum(len(group["params"]) for group in optimizer.param_groups)
     by_parameter: list[float] = optimizer.state_dict()["param_groups"][0]["tula"].tolist()[-parameters:]
     return [noise for noise in by_parameter if not math.isnan(noise)]
@@ -383,7 +383,7 @@ def noises(optimizer: TulaOptimizer) -> list[float]:
 def noises_after(
     steps: int, *, loss_scale: float = 1.0, clip: float | None = None, parts: int = 4
 ) -> list[list[float]]:
-    """V after each step of gradients with known noise: variance 1 / `parts` an element of the mean, of 24 and of 8."""
+    """Return V after each step of gradients with known noise; an element of the mean has the variance 1 / `parts`."""
     large, small = nn.Parameter(torch.zeros(4, 6)), nn.Parameter(torch.zeros(2, 4))
     optimizer = TulaOptimizer(torch.optim.SGD([large, small], lr=0.0, momentum=0.9), global_batch_size=8 * parts)
     draw = torch.Generator().manual_seed(0)

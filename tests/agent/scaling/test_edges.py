@@ -1,4 +1,4 @@
-"""TulaOptimizer under conditions of real jobs: other precisions, odd parameters, changing groups and policies."""
+"""Tests TulaOptimizer in conditions of real jobs: other precisions, odd parameters, changed groups and policies."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Portion(Ranks):
 
 @pytest.mark.parametrize("ranks", [1, 3, 7])
 def test_ranks_that_share_the_reading_of_gradients_measure_what_one_rank_measures(ranks):
-    """Their vectors are summed; of seven ranks, some read no tensor."""
+    """The vectors of all ranks are summed; with seven ranks, some ranks read no tensor."""
     model = network()
     model[2].double()
     measuring = GradientStatistics(torch.optim.SGD(model.parameters(), lr=0.1), Ranks())
@@ -165,7 +165,7 @@ def test_parameters_removed_after_a_backward_pass_leave_no_held_gradient_behind(
 
 @pytest.mark.parametrize("observed", ["whole", "parts", "twice"])
 def test_the_batch_size_is_counted_from_observed_batches_for_telemetry_and_checkpoints(observed):
-    """The agent observes each micro-step's batch, a script the step's; steps that a GradScaler skips do not count."""
+    """The agent observes each micro-step's batch, a script each step's; steps that GradScaler skips do not count."""
     noise = {}
     for given in (True, False):
         model = network()
@@ -192,7 +192,7 @@ def test_the_batch_size_is_counted_from_observed_batches_for_telemetry_and_check
 
 
 class TwoRanks(Ranks):
-    """Both see the same."""
+    """Two ranks with the same gradients."""
 
     @property
     def size(self) -> int:
@@ -271,7 +271,7 @@ def test_served_bounds_hold_from_the_step_at_which_they_take_effect():
 
 
 def test_a_served_number_beyond_the_ratio_of_batches_never_reaches_weights():
-    """A user at the service may set any number within the bounds of the wire."""
+    """A user can set any value at the service that the API permits."""
     for policy in (Gain(), Static(), Ags(steps_per_epoch=1, delta=1e9)):
         model = network()
         inner = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -1,4 +1,4 @@
-"""Factors equal the reference, stay within their bounds and are finite for degenerate gradients."""
+"""Tests that factors equal the reference, stay within their bounds and are finite for degenerate gradients."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_an_invalid_answer_of_the_service_is_refused_with_the_name_of_the_field(
 
 
 def test_to_host_records_its_event_on_the_device_of_the_vector(monkeypatch):
-    """In a script that sets no current device; the event of another device would be complete at once."""
+    """If a script does not set the current device, an event of the wrong device would be complete immediately."""
 
     class OnSecond:
         device, shape, dtype = torch.device("cuda", 1), (2,), torch.float64

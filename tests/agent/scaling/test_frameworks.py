@@ -1,4 +1,4 @@
-"""Lightning and accelerate train with TulaOptimizer as with any optimizer, with accumulation and schedulers."""
+"""Tests that Lightning and accelerate train with TulaOptimizer as with any other, with accumulation and schedulers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What disturbs the measurement silently is refused, left out with one warning, or documented."""
+"""Tests that whatever would silently disturb a measurement is refused, left out with one warning, or documented."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_one_rank_without_micro_steps_is_told_only_above_the_base_batch(small_ba
 
 @pytest.mark.parametrize(("longer", "said"), [(1.0, 0), (10.0, 1)])
 def test_gradients_that_are_regularly_clipped_are_named_once(longer, said, caplog):
-    """As those of a task that comes every eighth step."""
+    """Every eighth step has gradients of `longer` times the length, like those of a second task."""
     torch.manual_seed(0)
     model = nn.Linear(32, 8)
     optimizer = TulaOptimizer(sgd(model, lr=1e-4), global_batch_size=64, small_batch_size=8)
@@ -90,7 +90,7 @@ def test_a_backward_for_each_loss_is_left_out_with_one_warning(caplog):
 
 
 def test_two_backwards_over_all_parameters_count_as_two_micro_steps():
-    """As the documentation says: they look like accumulation. Add the losses instead."""
+    """As documented, two backward passes look like accumulation; a script should add the losses instead."""
     model = network()
     optimizer = TulaOptimizer(sgd(model))
     for batch in batches(8):
@@ -148,7 +148,7 @@ def test_policy_measure_reports_the_noise_scale_and_none_measures_nothing():
 
 @pytest.mark.parametrize("parts", [1, 4])
 def test_the_noise_scale_is_in_tokens_where_the_script_counts_them(parts):
-    """Batches that the agent observes besides, without a size, do not count."""
+    """Batches that the agent also observes, without a size, do not count."""
     scales = []
     for tokens in (None, 7.0):
         model = network()

@@ -1,4 +1,4 @@
-"""Averages of gradient noise that one step cannot dominate, and the clipping of gradients that jump."""
+"""Tests that one step cannot dominate the averages of the gradient noise, and that jumps of gradients are clipped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAMPLES = 8.0
 
 
 def step(signal: float, noise: float) -> tuple[float, float, float]:
-    """Expected squared norms where |G|^2 = `signal` and S/B = `noise`."""
+    """Return the expected squared norms if |G|^2 is `signal` and S/B is `noise`."""
     return signal + noise * SAMPLES, signal + noise, SAMPLES
 
 

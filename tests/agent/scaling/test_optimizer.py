@@ -1,4 +1,4 @@
-"""TulaOptimizer in one process: factors equal the formulas, and checkpoints continue bit for bit."""
+"""Tests TulaOptimizer in one process: factors equal the formulas, and checkpoints continue bit for bit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def loss_of(module: nn.Module, batch) -> torch.Tensor:
 
 
 def accumulate(model, batch, parts: int, factor: float = 1.0) -> list[torch.Tensor]:
-    """Backward over `parts` micro-steps; the flat gradient of each, for comparison."""
+    """Run the backward pass of `parts` micro-steps; return the flat gradient of each micro-step, for comparison."""
     seen = []
     for inputs, labels in zip(batch[0].chunk(parts), batch[1].chunk(parts), strict=True):
         loss = loss_of(model, (inputs, labels))
@@ -93,7 +93,7 @@ def test_the_gain_of_a_step_is_adascales_and_scales_the_learning_rate_of_the_nex
     ("factor", "clip"), [(65536.0, None), (1.0, 0.01), (65536.0, 0.01), (4.0, None)], ids=["amp", "clip", "both", "sum"]
 )
 def test_loss_scale_clipping_and_summed_accumulation_do_not_change_the_gain(factor, clip):
-    """Measured against the same run without them: one least-squares factor absorbs all three."""
+    """The gain equals that of the same run without them, since one least-squares factor removes all three."""
     gains = []
     for scale, limit in ((1.0, None), (factor, clip)):
         model = network()
@@ -124,7 +124,7 @@ def test_the_growth_limit_bounds_how_fast_the_gain_rises():
 
 
 def test_optimizers_that_divide_by_the_gradients_size_take_the_root_of_the_gain():
-    """With a rate of zero both see the same gradients."""
+    """With a learning rate of zero, both optimizers see the same gradients."""
     seen = []
     for kind in (torch.optim.SGD, torch.optim.AdamW):
         model = network()

@@ -1,4 +1,4 @@
-"""Probes measure the gradient of a small batch by a second backward, and change nothing else."""
+"""Tests that probes measure the gradient of a small batch with a second backward pass, and change nothing else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tula_agent.scaling import Ags, TulaOptimizer
 
 
 def test_a_probe_changes_nothing_but_the_factor():
-    """Dropout's random stream, running statistics and gradients are those of a run without a probe."""
+    """Dropout's random numbers, running statistics and gradients equal those of a run without a probe."""
     runs = []
     for probe in (False, True):
         torch.manual_seed(0)

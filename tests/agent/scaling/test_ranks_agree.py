@@ -1,4 +1,4 @@
-"""With 2 and 4 real processes over gloo, up to 60 steps: replicas agree under every policy and source."""
+"""Tests that replicas agree under every policy, in 2 and 4 real processes over gloo, for up to 60 steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ JOB = Path(__file__).with_name("ranks_job.py")
 
 
 def by_scenario(of_ranks: list[list[dict]]) -> dict[str, list[dict]]:
-    """One record per rank, by scenario."""
+    """Return one record per rank for each scenario."""
     return {records[0]["scenario"]: list(records) for records in zip(*of_ranks, strict=True)}
 
 
@@ -52,14 +52,14 @@ def test_weights_and_factors_are_bit_identical_on_four_ranks(four_ranks):
 
 
 def test_gradients_held_for_a_common_kernel_give_the_weights_of_those_read_one_by_one(two_ranks):
-    """Neither a further micro-step nor DDP's average changes a gradient that the hooks hold."""
+    """Neither a further micro-step nor DDP's averaging changes a gradient that the hooks hold."""
     held, one_by_one = (two_ranks[name][0] for name in ("gain-accumulate-held", "gain-accumulate"))
     assert held["factors"] == one_by_one["factors"]
     assert held["digests"] == one_by_one["digests"]
 
 
 def test_every_policy_that_scales_does_and_a_compressed_gradient_is_not_taken_for_noise(two_ranks):
-    """PowerSGD changes gradients by more than one factor: such steps are left out, so the gain stays 1."""
+    """PowerSGD changes gradients by more than a factor, so these steps are not measured and the gain remains 1."""
     for name, records in two_ranks.items():
         scaled = any(abs(factor - 1.0) > 1e-3 for factor in records[0]["factors"])
         assert scaled == (name not in ("measure", "none", "unwrapped", "gain-powersgd")), name

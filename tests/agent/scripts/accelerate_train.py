@@ -1,4 +1,4 @@
-"""accelerate: the script's own loop, with accumulation by the library and batches of transformers."""
+"""Trains with accelerate in the script's own loop; the library accumulates, and batches are those of transformers."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""A training that one thing bounds: bound.py BY, one of data, compute, launches, straggler, communication, nothing.
+"""Trains with one bottleneck: bound.py BY, one of data, compute, launches, straggler, communication, nothing.
 
-What bounds it is large against what a busy machine adds: a share of every step, not a number of seconds.
+The bottleneck takes a fixed share of every step, not a number of seconds, which is more than a busy machine adds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORKING_S = 0.05 if BY == "nothing" else 0.012
 
 
 class Examples(torch.utils.data.Dataset[torch.Tensor]):
-    """Examples of eight, of which those of the slow kind take longer than the step to load."""
+    """A data set of vectors of eight numbers; if the data are the bottleneck, loading takes longer than the step."""
 
     def __len__(self) -> int:
         return 4 * STEPS
@@ -37,7 +37,7 @@ class Examples(torch.utils.data.Dataset[torch.Tensor]):
 
 
 class Slept(torch.autograd.Function):
-    """Takes its time in the forward pass, as an operation of a device would."""
+    """An operation that sleeps in the forward pass, as if a device computed for that time."""
 
     @staticmethod
     def forward(_context: object, x: torch.Tensor) -> torch.Tensor:
@@ -50,14 +50,14 @@ class Slept(torch.autograd.Function):
 
 
 def layers() -> Iterator[nn.Module]:
-    """One layer, or two hundred so small that starting them takes longer than computing them."""
+    """Yield one layer, or two hundred that are so small that launching them takes longer than computing them."""
     for _ in range(200 if BY == "launches" else 1):
         yield nn.Linear(8, 8)
         yield nn.ReLU()
 
 
 def slow_reduction(_state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with classes
-    """Communication that takes twice as long as all else, on every rank alike."""
+    """Reduce a bucket, which takes twice as long as everything else on every rank."""
     reduced = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
 
     def done(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""by_framework.py accelerate|lightning|transformers: three short epochs by the framework's own DDP.
+"""Trains for three short epochs with a framework's DDP: by_framework.py accelerate|lightning|transformers.
 
-Prints a digest of the weights that each rank ends with.
+Prints a digest of the final weights of each rank.
 """
 
 import hashlib

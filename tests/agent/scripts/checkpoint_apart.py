@@ -1,4 +1,4 @@
-"""Two ranks of which one cannot write or read: what each raises, and what is left on disk and in the weights."""
+"""Prints what two ranks raise if one of them cannot write or read a checkpoint, and the resulting files and weights."""
 
 import argparse
 import hashlib

@@ -1,4 +1,4 @@
-"""The run is over while an optimizer is at its step hooks, as when the look-out for memory ends it from its thread."""
+"""Ends the run within an optimizer's step hooks, as the thread that watches for out-of-memory errors can do."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A mistake that people make: the agent on one rank of two."""
+"""Makes a common mistake: starts the agent on only one of two ranks."""
 
 import os
 

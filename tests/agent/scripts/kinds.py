@@ -1,6 +1,7 @@
-"""Kinds of training loop, each as scripts have it, none with a call of the agent: `kinds.py KIND`.
+"""Runs one of many kinds of training loop without a call of the agent: `kinds.py KIND`.
 
-Two ranks where the environment says so. Batches of 8; prints "complete" where a loop runs to its end.
+The loops use two ranks if the environment variables say so, and batches of 8; a loop that runs to its end prints
+"complete".
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ def step(optimizer: Optimizer, loss: torch.Tensor) -> None:
 
 
 def cycle() -> None:
-    """`itertools.cycle` keeps the batches of the first pass, and asks the loader for no more."""
+    """Train with `itertools.cycle`, which keeps the batches of the first pass and requests no more from the loader."""
     model, optimizer = classifier()
     for x, y in itertools.islice(itertools.cycle(DataLoader(examples(32), BATCH)), 4 * PASSES):
         step(optimizer, cross_entropy(model(x), y))
 
 
 def zip_of_two() -> None:
-    """Labelled and unlabelled batches, as in semi-supervised learning."""
+    """Train with labelled and unlabelled batches, as in semi-supervised learning."""
     model, optimizer = classifier()
     labelled, unlabelled = DataLoader(examples(64), BATCH), DataLoader(examples(192), 3 * BATCH)
     for _ in range(PASSES):
@@ -57,7 +58,7 @@ def zip_of_two() -> None:
 
 
 def own_batches(accumulation: int = 1) -> None:
-    """No DataLoader: batches are cut out of a tensor."""
+    """Train without a DataLoader: batches are slices of a tensor."""
     model, optimizer = classifier()
     x, y = torch.randn(512, WIDTH), torch.randint(0, CLASSES, (512,))
     for _ in range(4 * PASSES):
@@ -73,7 +74,7 @@ def own_batches_accumulated() -> None:
 
 
 def loader_per_episode(batches: int = 1) -> None:
-    """Meta learning, federated learning: each episode has data of its own, which the first rank lets go."""
+    """Train in episodes with new data each, as in federated learning; the first rank drops the data."""
     model, optimizer = classifier()
     kept = []
     for _ in range(4 * PASSES // batches):
@@ -89,7 +90,7 @@ def loader_per_episode_of_three() -> None:
 
 
 def loader_per_step(*, of_lists: bool = False) -> None:
-    """Meta learning whose step takes several batches of a task; the first rank lets the tasks go."""
+    """Train on several batches of a new task in each step, as in meta learning; the first rank drops the tasks."""
     model, optimizer = classifier()
     kept = []
     for _ in range(4 * PASSES):
@@ -107,7 +108,7 @@ def list_per_step() -> None:
 
 
 def evaluated_with_gradients() -> None:
-    """Forgets `no_grad` around its evaluation."""
+    """Train with an evaluation that lacks `no_grad`."""
     model, optimizer = classifier()
     held_out = DataLoader(examples(9), 3)
     for _ in range(PASSES):
@@ -118,7 +119,7 @@ def evaluated_with_gradients() -> None:
 
 
 def critic_twice() -> None:
-    """A GAN: two optimizers, and two steps of the critic over each batch; the maker's backward reaches it too."""
+    """Train a GAN with two critic steps per batch; the generator's backward pass also reaches the critic."""
     critic, maker = wrapped(nn.Linear(WIDTH, 1)), wrapped(nn.Linear(2, WIDTH))
     of_critic, of_maker = SGD(critic.parameters(), lr=0.01), SGD(maker.parameters(), lr=0.01)
     for _ in range(PASSES):
@@ -130,7 +131,7 @@ def critic_twice() -> None:
 
 
 def gradient_penalty() -> None:
-    """`autograd.grad` over the parameters in each step is no micro-step."""
+    """Train with `autograd.grad` over the parameters in each step, which is not a micro-step."""
     model, optimizer = classifier()
     x, y = torch.randn(BATCH, WIDTH), torch.randint(0, CLASSES, (BATCH,))
     for _ in range(4 * PASSES):
@@ -140,7 +141,7 @@ def gradient_penalty() -> None:
 
 
 def second_phase() -> None:
-    """Four steps of the head, then another optimizer for all."""
+    """Train the head for four steps, and then all parameters with another optimizer."""
     body, head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
     for parameters, passes in ((head.parameters(), 1), ([*body.parameters(), *head.parameters()], PASSES)):
         optimizer = SGD(parameters, lr=0.1)
@@ -150,7 +151,7 @@ def second_phase() -> None:
 
 
 def optimizer_per_layer() -> None:
-    """Forty optimizers, which all step after each backward pass."""
+    """Train with forty optimizers, which all step after each backward pass."""
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(39)] + [nn.Linear(WIDTH, CLASSES)]
     optimizers = [SGD(layer.parameters(), lr=0.1) for layer in layers]
     for _ in range(PASSES):
@@ -167,7 +168,7 @@ class Stream(IterableDataset[Any]):
 
 
 def dispatched() -> None:
-    """The first rank reads for all, the default of accelerate for a stream."""
+    """Train on a stream that the first rank reads for all ranks, as accelerate does by default."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -181,7 +182,7 @@ def dispatched() -> None:
 
 
 def finds_its_batch(first: int = BATCH, fits: int = 5) -> None:
-    """Tries 8, 7, 6 and 5, of which the last fits."""
+    """Try batches of 8, 7, 6 and 5, of which only the last fits."""
     from accelerate.utils import find_executable_batch_size
 
     model, optimizer = classifier()
@@ -197,12 +198,12 @@ def finds_its_batch(first: int = BATCH, fits: int = 5) -> None:
 
 
 def lowers_to_its_batch() -> None:
-    """Begins with 16, and arrives at the batch of the run."""
+    """Begin with a batch of 16, and go down to the batch of the run."""
     finds_its_batch(2 * BATCH, BATCH)
 
 
 def detection() -> None:
-    """Tuples of images of several sizes and of dictionaries, as torchvision's recipe collates them."""
+    """Train on batches that are a tuple of images of several sizes and a tuple of dictionaries, as in torchvision."""
     model, optimizer = classifier()
     images = [(torch.randn(3, 4 + number % 2, 4), {"label": number % CLASSES}) for number in range(64)]
 
@@ -217,7 +218,7 @@ def detection() -> None:
 
 
 def time_first() -> None:
-    """Sequences of (time, batch, features)."""
+    """Train on sequences with the dimensions time, batch and features."""
     model, optimizer = classifier()
     data = [(torch.randn(WIDTH), number % CLASSES) for number in range(64)]
 
@@ -230,7 +231,7 @@ def time_first() -> None:
 
 
 def reduced_every_micro_step() -> None:
-    """Accumulates two micro-steps without `no_sync`."""
+    """Accumulate two micro-steps without `no_sync`."""
     model, optimizer = classifier()
     for _ in range(PASSES):
         for index, (x, y) in enumerate(DataLoader(examples(64), BATCH)):
@@ -241,7 +242,7 @@ def reduced_every_micro_step() -> None:
 
 
 def joined(most: int = 104) -> None:
-    """Ranks with unequally many batches, the first with the fewest."""
+    """Train ranks with different numbers of batches, of which the first rank has the fewest."""
     model, optimizer = classifier()
     for _ in range(PASSES // 10):
         with model.join():
@@ -250,12 +251,12 @@ def joined(most: int = 104) -> None:
 
 
 def joined_nearly_even() -> None:
-    """The other rank's tenth step is in the first one's eighth."""
+    """Train so that the other rank's tenth step takes place during the eighth step of the first rank."""
     joined(56)
 
 
 def accumulation_rises() -> None:
-    """One micro-step a step at first, later two and four."""
+    """Train with one micro-step per step at first, then two and then four."""
     model, optimizer = classifier()
     data = examples(32)
     for number in range(PASSES):
@@ -266,7 +267,7 @@ def accumulation_rises() -> None:
 
 
 def head_first() -> None:
-    """Transfer learning, whose first phase trains the head alone."""
+    """Train only the head in a first phase, as in transfer learning."""
     body, head = nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, CLASSES)
     model = wrapped(body, head)
     optimizer = SGD(head.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""A training of one rank that leaves in a way that its agent does not see coming."""
+"""Trains on one rank and ends in a way that the agent does not see coming."""
 
 from __future__ import annotations
 

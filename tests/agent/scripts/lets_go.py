@@ -1,6 +1,6 @@
-"""Trains under everything that the agent hooks into, and tells what is still alive once the script has let it go.
+"""Trains with everything that the agent hooks into, and prints which objects are alive after the script drops them.
 
-lets_go.py finish|leave: `run.finish()` is called by the script, or not before the process ends.
+lets_go.py finish|leave: the script calls `run.finish()`, or the run ends only with the process.
 """
 
 import atexit

@@ -1,7 +1,7 @@
-"""A training per policy while the service lies, an answer before every step; prints what a lie could have changed.
+"""Trains with each policy while the service sends a wrong response before every step; prints what it could change.
 
-Every line but the last is the same without a service. The last holds the worst pause of this rank's training thread in
-seconds, the most memory that the process had, in KiB, and the longest exchange with the service, in seconds.
+Every line but the last is the same without a service. The last line has the longest pause of this rank's training
+thread in seconds, the peak memory of the process in KiB, and the longest exchange with the service in seconds.
 """
 
 import argparse
@@ -35,7 +35,7 @@ POLICIES = {policy.name: policy for policy in (Gain(), Measure(), Ags(delta=0.9)
 
 
 class Asking:
-    """Makes the agent ask before a step, and measures how long the training thread is held up meanwhile."""
+    """Makes the agent send a request before a step, and measures how long the training thread waits meanwhile."""
 
     answers, exchanges, longest_s = 0, 0, 0.0  # of all trainings
 
@@ -56,7 +56,7 @@ class Asking:
 
 
 def train(policy: str, arguments: argparse.Namespace) -> float:
-    """One training; the longest time that one step, or one short sleep beside the agent's work, took."""
+    """Train once; return the longest time of a step, or of a short sleep during the agent's work."""
     torch.manual_seed(3)
     model: nn.Module = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
     if dist.is_initialized():

@@ -1,6 +1,6 @@
-"""Fits with two Trainers to which the script gives no callback, and prints those that they have with their package.
+"""Trains with two Trainers without callbacks of the script, and prints the callbacks that they have.
 
-Arguments: the package, and `--measures-itself` to import the agent first.
+The arguments are the package, and `--measures-itself` to import the agent first.
 """
 
 import sys

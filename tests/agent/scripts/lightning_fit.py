@@ -1,4 +1,4 @@
-"""Lightning, with a model built from nothing."""
+"""Trains with Lightning a model that is built in the script."""
 
 import os
 import pickle
@@ -36,7 +36,7 @@ class Module(pl.LightningModule):
 
 
 class Pulls(Module):
-    """Takes its batches from the loader itself."""
+    """A module that takes its batches from the loader."""
 
     def training_step(self, dataloader_iter):
         batch, index, _ = next(dataloader_iter)
@@ -44,7 +44,7 @@ class Pulls(Module):
 
 
 class Saves(pl.Callback):
-    """In the middle of the second pass."""
+    """A callback that saves a checkpoint in the middle of the second epoch."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):  # noqa: ARG002
         if (trainer.current_epoch, batch_idx) == (1, 3):

@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def train(policy: str, root: Path, args: argparse.Namespace) -> None:
-    """One training, with checkpoints in a separate folder below `root`."""
+    """Train once, with checkpoints in a separate folder below `root`."""
     distributed = dist.is_initialized()
     rank = dist.get_rank() if distributed else 0
     torch.manual_seed(7)

@@ -1,4 +1,4 @@
-"""Ranks with a TulaOptimizer; each prints at which step it saw which numbers of the service."""
+"""Trains ranks with a TulaOptimizer; each prints at which step it received which numbers from the service."""
 
 import os
 import time

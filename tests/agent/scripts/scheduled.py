@@ -1,6 +1,7 @@
-"""Trains by a written batch schedule: `scheduled.py transformers|lightning FOLDER`, which has `schedule.py`.
+"""Trains by the batch schedule in the `schedule.py` of a folder: `scheduled.py transformers|lightning FOLDER`.
 
-Each launch of the schedule is a trainer of its own; prints its last step, and rate and beta2 while it trained.
+Each launch of the schedule is a separate trainer; it prints its last step, and its learning rate and beta2 during
+training.
 """
 
 import os

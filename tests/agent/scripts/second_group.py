@@ -1,7 +1,7 @@
-"""Trains in one process group, and then in another at the same address; says whether the first one's store was closed.
+"""Trains in one process group and then in another at the same address; prints whether the first store was closed.
 
-second_group.py FOLDER: the ranks wait for each other there, for PyTorch itself does not wait until all have left the
-first group.
+second_group.py FOLDER: the ranks wait for each other by files in FOLDER, since PyTorch does not wait until all ranks
+have left the first group.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ def train(bare: nn.Module, run: tula_agent.Run) -> None:
 
 
 def wait_until_joined(run: tula_agent.Run) -> None:
-    """What ranks have to tell each other goes by way of the first rank's store, which ends with the stretch."""
+    """Wait until the ranks have exchanged their measurements through a store that ends with the process group."""
     if run.recorder is not None:
         readings = run.recorder.readings
         while run.recorder.requests.waiting or readings.steps or readings.comm:

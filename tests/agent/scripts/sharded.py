@@ -1,4 +1,4 @@
-"""Two networks in one step, the larger one sharded by FSDP2, with evaluation between epochs."""
+"""Trains two networks in one step, the larger one sharded by FSDP2, with an evaluation between epochs."""
 
 import os
 

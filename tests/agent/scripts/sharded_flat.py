@@ -1,4 +1,4 @@
-"""One network sharded by FullyShardedDataParallel, the first version of FSDP."""
+"""Trains one network that is sharded by FullyShardedDataParallel, the first version of FSDP."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""A training of one rank that starts a process from within its loop: by fork, or by a command; which trains as well."""
+"""Trains on one rank and starts another process in its loop, by fork or by a command, which trains as well."""
 
 from __future__ import annotations
 

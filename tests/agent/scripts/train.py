@@ -1,7 +1,7 @@
-"""A small, seeded training that prints the digest of its final weights; what happens at which step is an argument.
+"""Trains a small, seeded model and prints a digest of its final weights; arguments say what happens at which step.
 
 train.py [--epochs N] [--at STEP:WHAT] with WHAT one of raise, oom, leave, exit, term, kill, torn, small-disk, clock,
-fork, full-queue. Of several ranks an end comes to one (`--who`), everything else to all.
+fork, full-queue. With several ranks, only the rank `--who` ends; all other events happen on all ranks.
 """
 
 import argparse
@@ -48,7 +48,7 @@ RANK = int(os.environ.get("RANK", "0"))
 
 @dataclass
 class Examples:
-    """A batch."""
+    """A batch of inputs and labels."""
 
     inputs: torch.Tensor
     labels: torch.Tensor
@@ -76,7 +76,7 @@ def happen(name: str, model: nn.Module, run: Any) -> None:
 
 
 def end(name: str) -> None:
-    """End this process: `sys.exit`, without exit functions, or by a signal."""
+    """End this process by `sys.exit`, without exit functions, or by a signal."""
     if name == "leave":
         sys.exit(3)
     if name == "exit":
@@ -86,7 +86,10 @@ def end(name: str) -> None:
 
 
 def fork_a_child_that_logs(run: Any) -> None:
-    """The child ends as multiprocessing's do: a DDP model that dies in one joins threads that it does not have."""
+    """Fork a child that logs a value and ends like a child of multiprocessing.
+
+    Any other end would fail: the destructor of a DDP model joins threads that the child does not have.
+    """
     child = os.fork()
     if child == 0:
         run.log(loss=1.0)
@@ -97,7 +100,7 @@ def fork_a_child_that_logs(run: Any) -> None:
 
 
 def write_half(and_die: bool) -> None:
-    """Records for the spool come to disk by half: the process is killed then, or has to live with a full disk."""
+    """Write only half of each record for the spool; then kill the process, or continue as with a full disk."""
     write = os.write
 
     def half(descriptor: int, data: bytes) -> int:
@@ -112,14 +115,14 @@ def write_half(and_die: bool) -> None:
 
 
 def cut_spool(by: int) -> None:
-    """What a crash of the machine may leave: the file ends anywhere, and the agent does not know."""
+    """Cut the end of the spool, as a crash of the machine may do without the agent's knowledge."""
     for path in Path(os.environ.get("TULA_SPOOL_DIR", "/nonexistent")).glob(f"*-{RANK}-*.spool"):
         with contextlib.suppress(FileNotFoundError):
             os.truncate(path, max(0, path.stat().st_size - by))
 
 
 def print_line(line: str) -> None:
-    """In one piece: under torchrun the ranks share an unbuffered stdout."""
+    """Print a line with one write, since the ranks share an unbuffered stdout under torchrun."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
@@ -132,7 +135,7 @@ def print_digest(model: nn.Module, label: str = "weights") -> None:
 
 
 def join_group(spawned: bool) -> None:
-    """Join the process group; `spawned`: as under mp.spawn, where no variable names the rank."""
+    """Join the process group; with `spawned`, without variables that name the rank, as under mp.spawn."""
     if spawned:
         place = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -142,7 +145,7 @@ def join_group(spawned: bool) -> None:
 
 
 def make_model(norm: bool) -> nn.Module:
-    """The same weights on every rank, under DDP where there is a group."""
+    """Return a model with the same weights on every rank, wrapped in DDP if there is a process group."""
     torch.manual_seed(1)
     between = [nn.BatchNorm1d(64)] if norm else []
     model: nn.Module = nn.Sequential(nn.Linear(32, 64), *between, nn.Tanh(), nn.Linear(64, 4))
@@ -150,7 +153,7 @@ def make_model(norm: bool) -> nn.Module:
 
 
 def make_loader(arguments: argparse.Namespace) -> torch.utils.data.DataLoader[Any]:
-    """Batches of 8 that differ by rank; `--uneven` leaves the last one short."""
+    """Return a loader of batches of 8 that differ by rank; with `--uneven`, the last batch is smaller."""
     generator = torch.Generator().manual_seed(7 + RANK)
     count = arguments.batches * 8 - (3 if arguments.uneven else 0)
     data = torch.utils.data.TensorDataset(
@@ -165,7 +168,7 @@ def to_examples(rows: list[Any]) -> Examples:
 
 
 def micro_step(arguments: argparse.Namespace, model: nn.Module, scaler: Any, batch: Any, seen: int) -> torch.Tensor:
-    """Forward and backward of one batch; the loss."""
+    """Run the forward and backward pass of one batch; return the loss."""
     inputs, labels = (batch.inputs, batch.labels) if isinstance(batch, Examples) else batch
     last = (seen + 1) % arguments.accumulate == 0
     unreduced = arguments.no_sync and not last and hasattr(model, "no_sync")
@@ -182,7 +185,7 @@ def micro_step(arguments: argparse.Namespace, model: nn.Module, scaler: Any, bat
 
 
 def optimizer_step(arguments: argparse.Namespace, model: nn.Module, scaler: Any, optimizer: Any) -> None:
-    """One step of the optimizer, through the scaler where there is one."""
+    """Take one step of the optimizer, through the scaler if there is one."""
     if arguments.clip:
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     if scaler:

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer, with a model built from its configuration: nothing is downloaded."""
+"""Trains with the Hugging Face Trainer a model that is built from its configuration, so nothing is downloaded."""
 
 import os
 import pickle

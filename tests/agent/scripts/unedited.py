@@ -1,4 +1,4 @@
-"""A loop without the agent's calls, driven as the start-up hook does; evaluates in every fifth step."""
+"""Runs a loop without the agent's calls as the start-up hook does; evaluates in every fifth step."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Prints what a training that is measured and scaled has changed of its process; it draws and opens nothing itself."""
+"""Prints what a measured and scaled training run has changed in its process; the script changes none of it itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a script that does not import the agent as the start-up hook would: it needs no second start of Python."""
+"""Runs a script without the agent's calls as the start-up hook would, without starting Python again."""
 
 import runpy
 import sys

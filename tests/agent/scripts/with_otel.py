@@ -1,4 +1,4 @@
-"""A training in a process that has configured the OpenTelemetry SDK, or not (`--without`); prints what was read."""
+"""Trains in a process that has configured the OpenTelemetry SDK (not with `--without`); prints what was read."""
 
 import sys
 

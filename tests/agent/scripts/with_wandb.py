@@ -1,4 +1,4 @@
-"""Trains for two epochs and logs to wandb and to the run; offline, in the folder WANDB_DIR."""
+"""Trains for two epochs and logs to the run and, offline in the folder WANDB_DIR, to wandb."""
 
 import torch
 import wandb

@@ -1,4 +1,4 @@
-"""Pauses, refusals and bounds of the exporter."""
+"""Tests how the exporter waits, handles refusals and bounds its queue."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_queue_over_its_bound_goes_to_disk_oldest_first(tmp_path: Path) -> Non
 
 
 class Shared(deque[int]):
-    """Another thread takes the oldest entry just after its length was asked for."""
+    """A queue from which another thread removes the oldest entry right after its length is read."""
 
     def __len__(self) -> int:
         found = super().__len__()
@@ -59,13 +59,13 @@ def test_a_queue_that_another_thread_takes_from_gives_what_is_left() -> None:
 
 
 class Answers:
-    """A connection whose answer to each request is the result of a function."""
+    """A connection that answers each request with the result of a function."""
 
     def __init__(self, answer: Callable[[SpooledRequest], Reply]) -> None:
         self.send = answer
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, since no connection is open."""
 
 
 def test_a_request_whose_sending_raises_waits_for_the_next_delivery(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_request_whose_sending_raises_waits_for_the_next_delivery(tmp_path: Pa
 
 
 def test_a_request_written_to_disk_during_the_last_replay_stays_there(tmp_path: Path) -> None:
-    """The service takes the last request on disk so late that the end of the run has saved the queue meanwhile."""
+    """The service accepts the last request on disk only after the end of the run has saved the queue."""
     items = [SpooledRequest("POST", "/v1/runs/r/samples", b'{"n": %d}' % n, 1) for n in range(2)]
     answered = threading.Event()
 
@@ -123,7 +123,7 @@ def test_a_token_goes_in_the_header_and_never_into_the_spool(sink: Sink, tmp_pat
 
 
 def test_what_waits_on_disk_is_uploaded_under_the_lease_that_it_was_measured_under(tmp_path: Path) -> None:
-    """Another launch may have taken over the run meanwhile, and only the number lets the service refuse the rest."""
+    """Another launch may have taken over the run; only the lease number lets the service refuse the old requests."""
     headers: list[str | None] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -156,7 +156,7 @@ def test_a_part_that_keeps_failing_is_left_out_and_others_continue(caplog) -> No
 
 
 class Service:
-    """In place of the transport: fails until `up`, and keeps what it was sent."""
+    """A stand-in for the transport that fails until `up` is set, and keeps all requests."""
 
     def __init__(self, retry_after_s: float = 0.0) -> None:
         self.up = False
@@ -176,7 +176,7 @@ class Service:
 
 
 class Clock:
-    """Seconds that pass when the test says so."""
+    """A clock that advances only when the test advances it."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -244,7 +244,7 @@ def test_the_end_of_a_run_reports_how_much_was_dropped(sink: Sink, tmp_path: Pat
 
 
 class Stuck:
-    """A call that never returns: a store whose host is gone, a disk that hangs."""
+    """A call that never returns, like one to a store on a dead host or to a disk that hangs."""
 
     def __init__(self) -> None:
         self.asked, self.released = threading.Event(), threading.Event()
@@ -258,7 +258,7 @@ class Stuck:
 def test_one_deadline_holds_for_service_store_and_disk_at_the_end(
     sink: Sink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All three hang; in all they cost what one of them may."""
+    """All three hang, but together they take no longer than one of them may."""
     sink.behaviour = "hang"
     config = read_config({"TULA_URL": sink.url, "TULA_RUN_ID": "r", "TULA_SPOOL_DIR": str(tmp_path)})
     assert config is not None
@@ -280,7 +280,7 @@ def test_one_deadline_holds_for_service_store_and_disk_at_the_end(
 def test_requests_go_to_disk_where_python_starts_no_more_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python 3.12 refuses them while it exits, which is when most runs are closed."""
+    """Python 3.12 starts no threads while the interpreter exits, which is when most runs are closed."""
 
     def refuse(_thread: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")

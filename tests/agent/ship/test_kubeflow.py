@@ -1,4 +1,4 @@
-"""The status of a TrainJob: checked by Kubeflow's published models, over TLS, as KEP-2779 says."""
+"""Tests the status of a TrainJob as KEP-2779 specifies it, over TLS and against Kubeflow's published models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STANDS = {"done": 0.427, "left_s": 1234.4, "spent_usd": 1.25, "step_time_s": 0.5
 
 @dataclass
 class Controller:
-    """The server of Trainer's controller, and the path, token and body of each post. It answers 503 if it `fails`."""
+    """The server of the Trainer controller, with all posts (path, token and body) and an optional failure."""
 
     behaviour: str = ""
     variables: dict[str, str] = field(default_factory=dict)
@@ -64,7 +64,7 @@ def controller(tmp_path: Path) -> Iterator[Controller]:
 
 
 def checked(body: dict[str, Any]) -> dict[str, Any]:
-    """The status in a body of the published schema, which has no further field."""
+    """Return the status in a body after checking that the body has exactly the fields of the published schema."""
     from kubeflow_trainer_api.models import TrainerV1alpha1UpdateTrainJobStatusRequest as Request
 
     (status,) = body.values()

@@ -1,4 +1,4 @@
-"""Whatever rows training appends, the bodies fit the contract and nothing is lost or changed."""
+"""Tests that request bodies fit the contract and that no row is lost or changed, whatever training appends."""
 
 from __future__ import annotations
 

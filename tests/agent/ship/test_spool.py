@@ -1,4 +1,4 @@
-"""The spool reads back what was written, whatever happened to its last bytes."""
+"""Tests that the spool can be read back, whatever happened to its last bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ envelopes = st.builds(
 
 
 def written(path: Path, items: list[SpooledRequest]) -> list[int]:
-    """Write `items`; the file's length after each."""
+    """Write `items`; return the length of the file after each of them."""
     spool, lengths = Spool(path, 2**20), []
     for item in items:
         assert spool.append(item)
@@ -82,7 +82,7 @@ def test_a_write_goes_to_a_new_file_once_an_upload_has_renamed_the_one_before(tm
 
 
 def test_a_write_that_an_upload_overtakes_is_repeated_into_a_new_file(tmp_path: Path, monkeypatch) -> None:
-    """Between the open and the write: the upload has read and deleted the file by then."""
+    """The upload reads and deletes the file after the agent has opened it and before the agent writes."""
     path, write = tmp_path / "a.spool", os.write
     item = SpooledRequest("POST", "/v1/runs/r/samples", b"{}", 1)
 
@@ -127,7 +127,7 @@ def test_a_full_spool_refuses_and_keeps_what_it_has(tmp_path: Path) -> None:
     ],
 )
 def test_a_record_may_only_ask_for_what_agents_send(tmp_path: Path, method: str, path: str) -> None:
-    """F13: httpx resolves `..`, and an upload has the token of its user, so that a job's spool made an admin token."""
+    """Since httpx resolves `..` and an upload uses the user's token, the spool of a job could create an admin token."""
     bad: Any = SpooledRequest(method, path, b"{}")  # type: ignore[arg-type]
     good = SpooledRequest("PATCH", "/v1/runs/r", b"{}")
     written(tmp_path / "a.spool", [bad, good])

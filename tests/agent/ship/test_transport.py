@@ -1,4 +1,4 @@
-"""One exchange has bounds in time and size, whatever the service sends."""
+"""Tests that an exchange is bounded in time and size, whatever the service sends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT_S = 0.3
 
 @pytest.mark.parametrize("delivery", DELIVERIES)
 def test_an_answer_that_no_service_gives_is_dropped_in_time(delivery: str) -> None:
-    """F3: there was a limit neither on the size of an answer nor on the time of all its parts."""
+    """The transport once limited neither the size of a response nor the time for all of its parts."""
     with lying(Liar({}, forever=delivery)) as liar:
         transport = Transport(liar.url, None, TIMEOUT_S)
         tracemalloc.start()
@@ -54,7 +54,7 @@ def test_a_token_that_no_header_can_hold_is_not_repeated_in_what_is_logged(token
 
 
 def test_a_script_that_logs_at_info_does_not_see_the_requests_of_the_agent(caplog: pytest.LogCaptureFixture) -> None:
-    """Ray's workers and `logging.basicConfig(level=INFO)` printed a line of httpx for each request."""
+    """With Ray's workers or `logging.basicConfig(level=INFO)`, httpx printed a line for each request."""
     caplog.set_level(logging.INFO)
     with lying(Liar({"/scaling": [Lie("whole", "{}")] * 3})) as liar:
         transport = Transport(liar.url.replace("http:", "HTTP:"), None, 5.0)  # which httpx logs as http:
@@ -75,7 +75,7 @@ def test_a_script_that_logs_at_info_does_not_see_the_requests_of_the_agent(caplo
     ],
 )
 def test_only_the_services_own_problem_documents_refuse_for_good(answer: tuple[int, bytes], verdict: str) -> None:
-    """A proxy answers 404 and 403 for as long as the service behind it is away."""
+    """A proxy answers 404 or 403 while the service behind it is unavailable."""
     status, body = answer
     over = httpx.MockTransport(lambda _: httpx.Response(status, stream=httpx.ByteStream(body)))
     transport = Transport("http://tula.invalid", None, TIMEOUT_S, over=over)

@@ -1,4 +1,4 @@
-"""A service with a plan in memory, commands whose fate is written down beforehand, and a clock that jumps."""
+"""Provides a service with a plan in memory, commands with predetermined results, and a clock that jumps."""
 # ruff: noqa: ARG002 (fakes take what the real ones take)
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def spec(max_nodes=4, share_launches=False, on_breach="warn", options=None):
 
 
 class FakeService:
-    """Keeps the rules that matter here: leases by holder, final states that stay, an optional absence."""
+    """A service that keeps the rules of leases and final states, and that can be unavailable."""
 
     url = "http://x"
 
@@ -174,7 +174,7 @@ class FakeService:
 
 
 class FakeProcess:
-    """Ends after `lasts` looks with `status`; `during` happens meanwhile, as an agent's reports would."""
+    """A process that ends with `status` after `lasts` polls; `during` does what an agent would report meanwhile."""
 
     def __init__(self, status=0, lasts=2, during=None):
         self.status, self.left, self.during, self.asked = status, lasts, during, []
@@ -197,7 +197,7 @@ class FakeProcess:
 
 
 class Bench:
-    """A runner over fakes; `fates` says, per started command, what becomes of it."""
+    """A runner with fakes; `fates` returns the process for each command that starts."""
 
     def __init__(self, tmp_path, service, fates, reporter, *, inherited=None, **options):
         self.now, self.started, self.stop_commands, self.fates = 0.0, [], [], fates
@@ -226,7 +226,7 @@ class Bench:
 
 
 class Notes:
-    """A reporter that remembers."""
+    """A reporter that stores what it receives."""
 
     def __init__(self):
         self.notes, self.waits, self.ends, self.printed, self.took_s = [], [], [], [], {}

@@ -1,4 +1,4 @@
-"""A service that lies about a run starts no command: its answer would steer what a training does."""
+"""Tests that no command starts if the service returns another run than was requested, which would alter training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOO_MANY_NODES = configuration(1_000, 32)
 
 
 class LyingService(FakeService):
-    """Changes `lie` of every run that a launcher is to start."""
+    """A service that changes each run for a launcher by the fields of `lie`."""
 
     def __init__(self, lie, **options):
         super().__init__(**options)
@@ -52,7 +52,7 @@ def bench_of(tmp_path, service):
     ids=lambda lie: next(iter(lie)),
 )
 def test_no_training_starts_from_a_run_that_was_not_asked_for(tmp_path, lie):
-    """`kind: profile` gave the command TULA_KIND=profile: a half-trained model, and exit code 0."""
+    """With `kind: profile`, the command would get TULA_KIND=profile and end early with exit code 0."""
     service = LyingService(lie, chosen=configuration(2, 64))
     bench = bench_of(tmp_path, service)
     with pytest.raises(LaunchError, match=f"with {next(iter(lie))} "):

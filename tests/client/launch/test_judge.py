@@ -1,4 +1,4 @@
-"""How a command is judged: an out-of-memory by the exception that ended a rank, and the lines with the error."""
+"""Tests how a command is judged: an out-of-memory by the exception that ended a rank, and the lines with the error."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_the_scripts_error_comes_before_the_launchers_tables():
 
 
 def test_the_error_of_another_rank_is_shown_with_its_rank_and_without_frames():
-    """torchrun marks its lines, and torch those of a traceback once more."""
+    """torchrun marks every line with its rank, and torch marks the lines of a traceback again."""
     lines = [f"[rank1]: [rank1]: {line}" for line in TORCHRUN.splitlines()[:4]] + TORCHRUN.splitlines()[4:]
     assert (
         relevant_lines(lines)[0] == "[rank1]: FileNotFoundError: [Errno 2] No such file or directory: '/data/imagenet'"

@@ -1,4 +1,4 @@
-"""Ready-made templates: what they become, and that each starts the user's script with its own words."""
+"""Tests the ready-made templates: how they are expanded, and that each starts the user's script with its arguments."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_ray_gets_its_variables_from_a_file_and_can_stop_its_job():
 
 @pytest.mark.parametrize("identity", ["../../../x", "..", ".hidden", "a/b", "a\\b", "x;touch y", "", "a" * 201])
 def test_an_id_that_could_leave_its_folder_is_no_answer_of_a_service(identity):
-    """F14: run ids are names of files and folders, which were written outside the working folder."""
+    """Run ids become names of files and folders, so such an id could cause writes outside the working folder."""
     run = FakeService().add("train", CONFIGURATION)
     body = json.dumps({**run.model_dump(mode="json"), "id": identity}).encode()
     with pytest.raises(UnexpectedAnswerError, match="id"):

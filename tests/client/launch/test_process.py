@@ -1,4 +1,4 @@
-"""Commands under the supervisor: no process is left behind, whichever dies first."""
+"""Tests that the supervisor leaves no process behind, whichever process dies first."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ print("saved", flush=True)
 
 @pytest.mark.parametrize("shell", [False, True])
 def test_a_rank_that_saves_when_asked_to_end_keeps_the_processes_that_it_needs(tmp_path, shell):
-    """SIGTERM goes to the command alone or, where a shell dies of it, to the orphan below."""
+    """SIGTERM goes only to the command or, if that is a shell that dies, to the orphan below it."""
     command, log = [sys.executable, "-c", SAVES], tmp_path / "log"
     if shell:
         command = ["bash", "-c", '"$@"; true', "-", *command]
@@ -120,7 +120,7 @@ def test_a_rank_that_saves_when_asked_to_end_keeps_the_processes_that_it_needs(t
 
 
 def test_what_ignores_its_parents_signal_is_asked_itself_before_it_is_killed(tmp_path):
-    """A command that ends nobody: after half of the grace period each process below gets SIGTERM."""
+    """If a command does not end its children, each of them gets SIGTERM after half of the grace period."""
     child = "import signal, sys, time; signal.signal(15, lambda *_: (print('asked', flush=True), sys.exit()))\n"
     child += "print('up', flush=True); time.sleep(600)"
     script = "import signal, subprocess, sys; signal.signal(15, lambda *_: 0)\n"
@@ -250,7 +250,7 @@ def test_torchrun_marks_the_lines_of_other_ranks_and_keeps_them_by_rank(tmp_path
     ],
 )
 def test_where_ranks_write_is_left_alone(command: list[str], inherited: dict[str, str]) -> None:
-    """Where the user says it, or torchrun does not start here."""
+    """The user has chosen where ranks write, or torchrun does not start on this machine."""
     plain = command_environment(inherited, {}, command)
     assert command_environment(inherited, {}, command, rank_logs=Path("/ranks")) == plain
     assert command_environment({}, {}, ["torchrun"], rank_logs=Path("/ranks"))["PET_LOG_DIR"] == "/ranks"
@@ -258,7 +258,7 @@ def test_where_ranks_write_is_left_alone(command: list[str], inherited: dict[str
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
 def test_a_setting_of_the_allocator_that_a_user_gave_is_the_only_one(name: str) -> None:
-    """Torch lets the name for CUDA win, also on ROCm, so that a default under it would undo the user's."""
+    """In torch, the variable for CUDA takes precedence even on ROCm, so a default there would override the user's."""
     given = command_environment({name: "max_split_size_mb:64"}, {})
     assert {key: value for key, value in given.items() if "ALLOC" in key} == {name: "max_split_size_mb:64"}
     assert command_environment({}, {})["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"

@@ -1,4 +1,4 @@
-"""The command template: what it fills in, and what it refuses."""
+"""Tests what the command template fills in, and what it refuses."""
 
 from __future__ import annotations
 
@@ -145,14 +145,14 @@ def test_a_command_gets_its_folder_of_checkpoints_and_the_factor_of_its_learning
     [(288_000_000.0, 64, 4_500_000), (64.0, 64, 1), (65.0, 64, 2), (1.0, 64, 1), (100 * 1.1, 110, 1)],
 )
 def test_a_script_that_counts_steps_gets_as_many_as_take_every_example_of_the_job(examples, local, steps):
-    """The product of a data set and its epochs may lie a rounding error above a multiple of the batch."""
+    """A rounding error may make data set size times epochs slightly larger than a multiple of the batch."""
     batch = replace(CONFIGURATION, num_nodes=1, ranks_per_node=1, local_batch_size=local, grad_accum_steps=1)
     assert Template(("x", "--max-steps={max_steps}")).fill(batch, examples=examples)[-1] == f"--max-steps={steps}"
 
 
 @pytest.mark.parametrize("hostile", ["p3$(touch X)", "a b", "a;b", "`x`", "'", '"', "a\n", "é", "a[/b]c", "x" * 201])
 def test_a_name_that_a_shell_could_read_as_more_than_a_word_is_refused(hostile):
-    """Also within double quotes, or a shell in a shell, where no quoting of ours would help."""
+    """This also holds within double quotes, or for a shell in a shell, where quoting by Tula could not help."""
     template = Template(("bash", "-c", 'echo "{instance_type} {run_id}"'))
     with pytest.raises(UsageError, match="instance_type"):
         template.fill(replace(CONFIGURATION, instance_type=hostile))

@@ -1,4 +1,4 @@
-"""`tula run`: a smaller configuration after an out-of-memory, a restart after pre-emption, resuming an earlier call."""
+"""Tests `tula run`: a smaller configuration after out-of-memory, restarts after pre-emption, and resumed calls."""
 # ruff: noqa: ARG001 (fakes take what the real ones take)
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def go(bench, service, template=RESUMING, **options):
 
 
 def trained_with(attempts):
-    """The configuration of the start that succeeded."""
+    """Return the configuration of the attempt that succeeded."""
     return attempts[-1][0].configuration
 
 
 def script(*fates):
-    """Statuses of one start after the other; True as second member writes a checkpoint first."""
+    """Return a fate from (status, writes) of one start after the other; a start that writes leaves a checkpoint."""
     left = list(fates)
 
     def fate(command, environment, log):
@@ -63,7 +63,7 @@ def test_training_uses_the_recommended_configuration(tmp_path):
 
 
 def test_a_training_with_another_configuration_than_planned_says_so(tmp_path):
-    """Four ranks planned and one started: the end said "Trained with 4 nodes"."""
+    """With four ranks planned and one started, the last message used to be "Trained with 4 nodes"."""
     service, notes = FakeService(chosen=configuration(4)), Notes()
     bench = bench_of(tmp_path, service, notes, (0, False))
     bench_run = service.create_run
@@ -125,7 +125,7 @@ def test_the_memory_models_new_bound_is_respected(tmp_path):
 
 
 def test_the_bound_after_an_out_of_memory_is_that_of_the_options_that_ran_out(tmp_path):
-    """The recommended options may take more memory than those that a user asked for, or less."""
+    """The recommended options may take more or less memory than those that a user requested."""
     service, notes = FakeService(chosen=configuration(2, 64, checkpointing="on")), Notes()
     service.candidates = [
         candidate(configuration(2, 32, checkpointing="on"), memory_fits=1.0),

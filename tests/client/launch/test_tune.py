@@ -1,4 +1,4 @@
-"""`tula tune`: runs in parallel within the node budget, and continues after every kind of failure."""
+"""Tests `tula tune`: concurrent runs within the node budget, and continuation after every kind of failure."""
 # ruff: noqa: ARG001 (fakes take what the real ones take)
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ THREE = [configuration(4, 32), configuration(2, 64), configuration(1, 128)]
 
 
 def measured(service):
-    """A fate: the agent's samples arrive, the command ends well."""
+    """Return a fate in which the samples of the agent arrive and the command succeeds."""
 
     def fate(command, environment, log):
         run = environment["TULA_RUN_ID"]
@@ -87,7 +87,7 @@ def test_the_allocator_of_a_launched_command_has_segments_that_grow_unless_the_u
 
 
 def test_a_command_gets_a_token_for_its_job_that_expires_and_never_the_users(tmp_path):
-    """F15: every rank, and whatever it runs, had the token of the user or the administrator."""
+    """Every rank, and each of its child processes, once had the token of the user or the administrator."""
     service, notes = FakeService([configuration(1, 32), configuration(2, 32)]), Notes()
     bench = Bench(tmp_path, service, measured(service), notes)
     tune(bench, service)
@@ -194,7 +194,7 @@ def test_a_run_that_sends_nothing_is_noted_within_a_minute(tmp_path):
 
 
 def test_the_time_limit_counts_anew_from_the_first_measurement(tmp_path):
-    """A start-up of minutes leaves the steps their time; a command that measures nothing has as much as before."""
+    """A long start-up does not shorten the time for the steps; a command without measurements has the same limit."""
     service, notes = FakeService(THREE[:1]), Notes()
 
     class Slow(FakeProcess):
@@ -279,7 +279,7 @@ def test_a_run_with_options_that_the_job_lacks_is_not_started(tmp_path, chosen):
 
 
 def test_values_that_crash_at_every_launch_end_no_plan(tmp_path):
-    """What fails with further values says nothing of the others, however often it does."""
+    """A failure of launches with other option values says nothing about the base values, however often it happens."""
     crashing = [with_options(nodes, precision="bf16") for nodes in (1, 2, 3, 4)]
     service, notes = FakeService([with_options(1), *crashing, with_options(4)], options=OPTIONS), Notes()
 
@@ -363,7 +363,7 @@ def test_a_service_that_is_away_for_a_while_is_waited_for(tmp_path):
 
 
 def test_a_proxy_that_answers_for_a_service_that_is_away_is_waited_for_too(tmp_path):
-    """Its 403 or 404 is no refusal: only a problem document of the service is."""
+    """A 403 or 404 of the proxy is no refusal; only a problem document of the service is one."""
     notes, answers = Notes(), [Answer(status, {}, b"<html>gone</html>") for status in (404, 403)]
 
     def ask():
@@ -536,7 +536,7 @@ PLAN = [configuration(2, 64), configuration(2, 16), configuration(2, 32), config
 
 
 def shared_bench(tmp_path, agent, status=0):
-    """A bench whose commands measure several batches; `agent(service, runs)` does what their agent reports."""
+    """Return a bench with commands that measure several batches; `agent(service, runs)` simulates their agent."""
     service, notes = FakeService(PLAN), Notes()
     service.share_launches = True
 
@@ -639,7 +639,7 @@ def test_a_script_whose_batches_cannot_be_cut_is_launched_once_per_batch_from_th
 
 
 def test_a_launch_whose_largest_run_is_cancelled_at_the_service_has_not_failed(tmp_path):
-    """The smaller batch that ran then was stopped with the command, and says nothing of the command itself."""
+    """The smaller batch was being measured when the command was stopped, which says nothing about the command."""
 
     def fate(command, environment, log):
         if "TULA_SMALLER_BATCHES" not in environment:
@@ -656,7 +656,7 @@ def test_a_launch_whose_largest_run_is_cancelled_at_the_service_has_not_failed(t
 
 @pytest.mark.parametrize("asked", [0, 1])
 def test_a_profiling_run_that_measured_enough_is_ended_from_outside_and_a_success(tmp_path, asked):
-    """Its script holds on to its loop (`while step < n`, a bare `except`): the agent has reported the end."""
+    """The script does not leave its loop (`while step < n`, a bare `except`), but the agent has reported the end."""
     service, notes = FakeService([configuration()]), Notes()
     process = FakeProcess(lasts=10_000)
     bench = Bench(tmp_path, service, lambda *_: process, notes)

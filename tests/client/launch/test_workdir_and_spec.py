@@ -1,4 +1,4 @@
-"""The folder of a job is held by one tula at a time; a specification that is wrong is refused by its field."""
+"""Tests that only one `tula` holds a job's folder at a time, and that an invalid specification names its field."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_the_folder_and_its_files_are_the_users_alone(tmp_path: Path) -> None:
-    """Logs and states may hold tokens and what a training printed. A folder of an earlier version is closed as well."""
+    """Logs and states may contain tokens and output. The folder of an earlier version gets the same permissions."""
     (tmp_path / ".tula" / "old").mkdir(parents=True, mode=0o755)
     umask = os.umask(0o022)
     try:

@@ -1,4 +1,4 @@
-"""A rank that waits forever, like a rank in a collective whose peer has gone."""
+"""Waits forever, like a rank in a collective whose peer has gone."""
 
 import time
 

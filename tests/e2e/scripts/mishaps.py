@@ -1,4 +1,4 @@
-"""A small DDP job in which one rank can run out of memory, crash or hang, and which can write checkpoints."""
+"""Trains a small DDP job in which one rank can run out of memory, crash or hang, and which can write checkpoints."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""Two ranks whose static factor a user sets at the service; each prints which values took effect, and when."""
+"""Trains two ranks while a user sets the static factor at the service; prints which values took effect, and when."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Planning and recommendation use the same answer, which is computed only from `JobData`, without a database."""
+"""Tests that planning and recommendation use the same answer, which is computed from `JobData` without a database."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Past predictions calibrate the width of intervals."""
+"""Tests that past predictions calibrate the width of intervals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Candidates span nodes and batches within memory, or keep one global batch."""
+"""Tests that candidates span nodes and batches within memory, or keep one global batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A change of speed soon raises an alarm; stragglers and steady steps raise none."""
+"""Tests that a change of speed soon raises an alarm, and that stragglers and steady steps raise none."""
 
 from __future__ import annotations
 

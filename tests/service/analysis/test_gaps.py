@@ -1,4 +1,4 @@
-"""Sentences about information that the measurements lack, and about measurements that contradict one another."""
+"""Tests the sentences about information that measurements lack, and about measurements that contradict one another."""
 
 from __future__ import annotations
 

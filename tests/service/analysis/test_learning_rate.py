@@ -1,4 +1,4 @@
-"""The learning-rate rule depends on the optimizer, batch normalization and the ratio to the base batch."""
+"""Tests that the learning-rate rule depends on the optimizer, batch normalization and the ratio to the base batch."""
 
 from __future__ import annotations
 

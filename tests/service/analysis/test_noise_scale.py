@@ -1,4 +1,4 @@
-"""The noise scale and the statistical efficiency recover known values, have valid intervals and are monotonic."""
+"""Tests that noise scale and statistical efficiency recover known values, are monotonic and have valid intervals."""
 
 from __future__ import annotations
 

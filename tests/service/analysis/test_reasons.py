@@ -1,4 +1,4 @@
-"""Sentences that explain why a candidate was chosen or none was, which limits decided, and what they cost."""
+"""Tests the sentences that explain why a candidate was chosen or none was, which limits decided, and what they cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The possible stages of a batch schedule, their savings, and when the constant batch is kept."""
+"""Tests the possible stages of a batch schedule, their savings, and when the constant batch is kept."""
 
 from __future__ import annotations
 

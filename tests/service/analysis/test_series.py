@@ -1,4 +1,4 @@
-"""The trend of a series has a typical value of each interval, whatever its peaks."""
+"""Tests that the trend of a series has a typical value of each interval, whatever its peaks."""
 
 from __future__ import annotations
 

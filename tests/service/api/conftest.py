@@ -1,4 +1,4 @@
-"""The service in this process, with a job, a run and tokens to try it with."""
+"""Provides the service in this process, with a job, a run and tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SPEC = JobSpec.model_validate(
 
 @dataclass
 class Tenant:
-    """A project with a job, a run of it, and a token for each scope that it may have."""
+    """A project with a job, a run of the job, and a token for each scope that a tenant may have."""
 
     project_id: str
     job_id: str
@@ -41,7 +41,7 @@ class Tenant:
 
 
 class Service:
-    """The running application, its store, and clients of it."""
+    """The running application, with its store and clients."""
 
     def __init__(self, url: str, *, token_cache_s: float = TOKEN_CACHE_S, **settings: object) -> None:
         self.settings = Settings(database=url, **settings)  # type: ignore[arg-type]
@@ -50,19 +50,19 @@ class Service:
         self.transport = InProcess(self.app)
 
     def client(self, token: str | None = None, **headers: str) -> httpx.Client:
-        """A client that sends this token."""
+        """Return a client that sends this token."""
         if token is not None:
             headers["Authorization"] = f"Bearer {token}"
         return httpx.Client(transport=self.transport, base_url=HOST, headers=headers)
 
     def token(self, scope: str, **bound: str) -> str:
-        """A fresh token's secret."""
+        """Create a token; return its secret."""
         secret = issue_token(self.store, ANONYMOUS, name=scope, scope=scope, **bound).secret  # type: ignore[arg-type]
         self.app.state.services.access.forget(None)
         return secret
 
     def tenant(self, name: str) -> Tenant:
-        """A project called `name`, with everything in it."""
+        """Create a project called `name` with a job, a run and tokens."""
         with self.store.transaction() as tx:
             project = tx.projects.create(name)
             job, _ = tx.jobs.create(project.id, SPEC.model_dump(mode="json") | {"name": name, "objective": "knee"})
@@ -70,19 +70,19 @@ class Service:
         return Tenant(project.id, job.id, run.id, self.token("user", project=name), self.token("agent", job_id=job.id))
 
     def another_job(self, tenant: Tenant) -> str:
-        """The id of one more job in the tenant's project."""
+        """Create another job in the tenant's project; return its id."""
         with self.store.transaction() as tx:
             spec = SPEC.model_dump(mode="json") | {"name": "another", "objective": "knee"}
             return tx.jobs.create(tenant.project_id, spec)[0].id
 
     def close(self) -> None:
-        """Shut down."""
+        """Shut down the application."""
         self.transport.shut_down()
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Service]]:
-    """Starts services that are shut down when the test ends."""
+    """Yield a function that starts services; they are shut down at the end of the test."""
     started: list[Service] = []
 
     def start_one(url: str, **options: object) -> Service:
@@ -96,19 +96,19 @@ def start() -> Iterator[Callable[..., Service]]:
 
 @pytest.fixture
 def service(sqlite_url: str, start: Callable[..., Service]) -> Service:
-    """A service on SQLite."""
+    """Start a service on SQLite."""
     return start(sqlite_url)
 
 
 @pytest.fixture
 def red(service: Service) -> Tenant:
-    """A tenant."""
+    """Create a tenant."""
     return service.tenant("red")
 
 
 @pytest.fixture
 def blue(service: Service) -> Tenant:
-    """Another tenant."""
+    """Create another tenant."""
     return service.tenant("blue")
 
 

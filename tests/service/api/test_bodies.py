@@ -1,4 +1,4 @@
-"""A body is JSON of a bounded size, read whole in a thread; what it costs at worst is bounded by its bytes."""
+"""Tests that a request body is JSON of bounded size, read whole in a thread, and that its size bounds its cost."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ CLEAR = Path("/proc/self/clear_refs")
 
 
 def filled(head: bytes, unit: bytes, tail: bytes, size: int) -> bytes:
-    """A body of about `size` bytes: as many units as fit."""
+    """Return a body of about `size` bytes with as many units as fit."""
     return head + unit * ((size - len(head) - len(tail)) // len(unit)) + tail
 
 
 def numbered(head: bytes, form: str, tail: bytes, size: int) -> bytes:
-    """The same of members, each with another name."""
+    """Return a body of about `size` bytes with as many members as fit, each with a different name."""
     members: list[bytes] = []
     left = size - len(head) - len(tail)
     while left > 0:
@@ -40,7 +40,7 @@ def numbered(head: bytes, form: str, tail: bytes, size: int) -> bytes:
 
 
 def hostile(size: int) -> Iterator[tuple[str, bytes]]:
-    """Bodies of this size that cost most: of many lists, maps, members, wrong values, or one long text or number."""
+    """Yield the costliest bodies of this size: many lists, maps, members or wrong values, or one long value."""
     column = b'{"boot_id":"b","sequence":0,"steps":[0],"columns":{"a":['
     for unit in (b"[],", b"{},", b"[0],", b"0,", b'"",'):
         yield f"values {unit!r}", filled(column, unit, b"0]}}", size)
@@ -54,7 +54,7 @@ def hostile(size: int) -> Iterator[tuple[str, bytes]]:
 
 
 def peak_bytes() -> int:
-    """The largest resident memory of this process since it was last cleared."""
+    """Return the largest resident memory of this process since the peak was last cleared."""
     sizes = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert sizes is not None
     return int(sizes[1]) * 1024
@@ -80,7 +80,7 @@ INGEST = (("POST", routes.RUN_SAMPLES), ("POST", routes.RUN_TELEMETRY))
 
 
 def test_a_larger_body_is_413_on_every_route_declared_or_not(service: Service, red: Tenant) -> None:
-    """It is refused before it has arrived, and whoever sends on may be cut off."""
+    """The service refuses the body before its end, and may close the connection of a client that continues."""
     admin = service.token("admin")
 
     def undeclared(size: int) -> Iterator[bytes]:
@@ -159,7 +159,7 @@ def test_a_slow_body_is_answered_408(service: Service, red: Tenant, monkeypatch:
 def test_measurements_of_a_deleted_run_get_404_and_reach_no_other_run(
     database_url: str, start: Callable[..., Service]
 ) -> None:
-    """SQLite gives the key of a deleted run to the next one: a worker that knew the old one must not confuse them."""
+    """SQLite reuses the key of a deleted run for the next run, and a worker may still remember the old one."""
     service = start(database_url)
     red = service.tenant("red")
 

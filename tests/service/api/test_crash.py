@@ -1,4 +1,4 @@
-"""Real servers, real processes, real kills: acknowledged means stored, and never twice."""
+"""Tests with real servers, processes and kills that acknowledged data are stored, and only once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SERVICE_KILLS, KILLS = 5, 2
 
 
 def test_kills_of_the_service_lose_nothing(sqlite_url: str) -> None:
-    """kill -9 of the whole service under load, time and again over one SQLite file."""
+    """The whole service is killed (SIGKILL) repeatedly under load, over one SQLite file."""
     prepared = prepare(sqlite_url)
     server = Server(sqlite_url)
     port = server.port
@@ -50,7 +50,7 @@ def test_kills_of_the_service_lose_nothing(sqlite_url: str) -> None:
 
 
 def test_kills_of_a_replica_lose_nothing(postgres_url: str) -> None:
-    """kill -9 of one of two replicas on one Postgres under load, in turn: senders go on with the other."""
+    """Two replicas on one Postgres are killed (SIGKILL) in turn under load; senders continue with the other replica."""
     prepared = prepare(postgres_url)
     replicas = [Server(postgres_url), Server(postgres_url)]
     turn = itertools.count()
@@ -73,7 +73,7 @@ def test_kills_of_a_replica_lose_nothing(postgres_url: str) -> None:
 
 @pytest.fixture(scope="module")
 def two_workers(sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
-    """A job and a service of two workers; `test_writers.py` has two on Postgres."""
+    """Start a service of two workers, with a job; `test_writers.py` has two workers on Postgres."""
     path = tmp_path_factory.mktemp("workers") / "tula.db"
     shutil.copy(sqlite_template, path)
     database = f"sqlite:///{path}"
@@ -83,7 +83,7 @@ def two_workers(sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def test_a_kill_of_a_worker_loses_nothing(two_workers: Workers) -> None:
-    """kill -9 of one of two workers under load: the other answers and the supervisor replaces it, on any engine."""
+    """One of two workers is killed under load; the other answers, and the supervisor replaces it, on any engine."""
     prepared, server = two_workers
     with sending(prepared, lambda: server.url) as senders:
         progressed(senders)
@@ -98,7 +98,7 @@ def test_a_kill_of_a_worker_loses_nothing(two_workers: Workers) -> None:
 
 
 def test_crashes_of_postgres_lose_nothing() -> None:
-    """`pg_ctl stop -m immediate`, which recovers from its log as after a power cut, under load."""
+    """`pg_ctl stop -m immediate` under load makes Postgres recover from its log, as after a power cut."""
     folder = Path(tempfile.mkdtemp(prefix="tula-pg-"))
     postgres = PostgresServer.start(folder / "data")
     try:
@@ -119,7 +119,7 @@ def test_crashes_of_postgres_lose_nothing() -> None:
 
 
 def test_an_acknowledgement_lost_after_commit_is_harmless(database_url: str) -> None:
-    """The client waits until the rows are committed, hangs up without the answer, and sends again: nothing new."""
+    """The client disconnects after the commit without reading the response, and sends again; no row is stored twice."""
     prepared = prepare(database_url)
     with Server(database_url) as server:
         begins = json.loads(server.log().splitlines()[0])["message"]
@@ -145,7 +145,7 @@ def test_an_acknowledgement_lost_after_commit_is_harmless(database_url: str) -> 
 
 
 def test_workers_never_give_one_run_to_two_claimants(two_workers: Workers) -> None:
-    """Eight launchers ask two workers over HTTP, all at once: every run of the plan is leased to exactly one."""
+    """Eight launchers claim from two workers over HTTP at once; every run of the plan is leased to only one of them."""
     prepared, server = two_workers
     claims: list[tuple[str, str]] = []
     headers = {"Authorization": f"Bearer {prepared.token}"}
@@ -177,7 +177,7 @@ def test_workers_never_give_one_run_to_two_claimants(two_workers: Workers) -> No
 
 
 def test_two_hundred_agents_at_once_are_all_served(sqlite_url: str) -> None:
-    """200 agents send batch after batch for 3 s: each is acknowledged or gets a Retry-After."""
+    """200 agents send one batch after the other for 3 s; each batch is acknowledged or gets a Retry-After."""
     prepared = prepare(sqlite_url)
     seconds, statuses = 3.0, []
     with Server(sqlite_url, max_in_flight=150) as server:
@@ -217,7 +217,7 @@ def test_two_hundred_agents_at_once_are_all_served(sqlite_url: str) -> None:
 
 
 def test_shutdown_finishes_what_was_accepted(sqlite_url: str) -> None:
-    """SIGTERM under load: every acknowledged batch is there, and the process ends by itself."""
+    """After SIGTERM under load, every acknowledged batch is stored, and the process ends by itself."""
     prepared = prepare(sqlite_url)
     server = StartedServer(sqlite_url)
     with sending(prepared, lambda: server.url) as senders:

@@ -1,4 +1,4 @@
-"""The order of the service's system calls: what it acknowledges is on the disk, or at Postgres, before it says so."""
+"""Tests by the order of system calls that the service acknowledges data only once they are on disk or in Postgres."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHANGES = re.compile(r'"(POST|PATCH|DELETE) /v1/')
 
 @dataclass(frozen=True)
 class Call:
-    """A system call: when it began and ended, counted in lines of the trace, and what `strace` shows of it."""
+    """A system call as `strace` shows it, with the lines of the trace at which it began and ended."""
 
     name: str
     arguments: str
@@ -33,12 +33,12 @@ class Call:
 
     @property
     def file(self) -> str:
-        """The descriptor with what it is, such as `12</tmp/tula.db-wal>`."""
+        """Return the descriptor and its file, such as `12</tmp/tula.db-wal>`."""
         return self.arguments.partition(",")[0]
 
 
 def calls_of(trace: str) -> Iterator[Call]:
-    """The calls of all threads, by their ends."""
+    """Yield the calls of all threads, in the order of their ends."""
     begun: dict[str, tuple[int, str]] = {}
     for number, line in enumerate(trace.splitlines()):
         if found := _WHOLE.fullmatch(line.partition(" (")[0]) or _WHOLE.match(line):
@@ -51,7 +51,7 @@ def calls_of(trace: str) -> Iterator[Call]:
 
 
 def acknowledged(calls: list[Call]) -> Iterator[tuple[str, int, int]]:
-    """Each change that was answered 2xx: its first line, when its last byte was read, when the answer was begun."""
+    """Yield each change that was answered 2xx: its first line, the end of reading it, and the start of the response."""
     asked: dict[str, tuple[str, int]] = {}
     for call in sorted(calls, key=lambda one: one.ended):
         if call.name.startswith(("read", "recv")) and call.result > 0:
@@ -64,7 +64,7 @@ def acknowledged(calls: list[Call]) -> Iterator[tuple[str, int, int]]:
 
 
 def test_an_answer_is_sent_after_the_write_is_durable(database_url: str, tmp_path: Path) -> None:
-    """SQLite: the log is written, then synchronised, then 2xx is sent. Postgres: it has confirmed the commit before."""
+    """Before 2xx, the service has written and synchronised SQLite's log, or Postgres has confirmed the commit."""
     prepared = prepare(database_url)
     calls = list(calls_of(traced(prepared, tmp_path)))
     answers = list(acknowledged(calls))
@@ -76,7 +76,7 @@ def test_an_answer_is_sent_after_the_write_is_durable(database_url: str, tmp_pat
 
 
 def synchronised(calls: list[Call]) -> list[tuple[int, int]]:
-    """From the last write to SQLite's log before each time that it was synchronised, to the end of that."""
+    """Return each synchronisation of SQLite's log: the start of the last write before it, and its end."""
     logged = [call for call in calls if call.name == "pwrite64" and "-wal>" in call.file]
     synced = [call for call in calls if call.name in ("fsync", "fdatasync") and "-wal>" in call.file]
     before = [(max((one.began for one in logged if one.ended < sync.began), default=-1), sync) for sync in synced]
@@ -84,13 +84,13 @@ def synchronised(calls: list[Call]) -> list[tuple[int, int]]:
 
 
 def confirmed(calls: list[Call]) -> list[tuple[int, int]]:
-    """When Postgres said that a transaction was committed, which it does once that is durable."""
+    """Return when Postgres confirmed the commit of each transaction, which it does once that is durable."""
     read = [call for call in calls if call.name.startswith(("read", "recv")) and "COMMIT\\0" in call.arguments]
     return [(call.began, call.ended) for call in read]
 
 
 def traced(prepared: Prepared, folder: Path) -> str:
-    """The trace of a service that is sent changes of every kind, one at a time and many at once."""
+    """Return the trace of a service that receives changes of every kind, one at a time and many at once."""
     trace = folder / "trace.txt"
     python = folder / "python"  # the service's own process stays the one that is started: -D traces from beside
     python.write_text(

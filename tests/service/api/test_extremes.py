@@ -1,4 +1,4 @@
-"""What the contract lets through gets an answer or one sentence, and leaves every page and route of its job usable."""
+"""Tests that extreme but valid input gets a response or one sentence, and leaves every page and route usable."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FLOATS = st.sampled_from([0.0, -0.0, 5e-324, -1.0, 1e-300, 1.0, 1e38, 1.7e308, -
 
 
 def column(values: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
-    """One value a row."""
+    """Return a strategy for lists with one value per row."""
     return st.lists(values, min_size=ROWS, max_size=ROWS)
 
 
@@ -69,7 +69,7 @@ chunks = st.fixed_dictionaries(
 
 
 def everything(job_id: str, run_ids: list[str]) -> list[str]:
-    """What is asked of a job and of its runs: every route and page that reads them."""
+    """Return every route and page that reads a job or its runs."""
     asked = [f"/jobs/{job_id}", f"/jobs/{job_id}/what-if", f"/jobs/{job_id}/quality", "/", routes.METRICS]
     read = [routes.JOB, routes.JOB_RUNS, routes.JOB_SAMPLES, routes.JOB_RECOMMENDATION, routes.JOB_PREDICTIONS]
     asked += [route.format(job_id=job_id) for route in (*read, routes.JOB_SCALING, routes.JOB_LEDGER)]
@@ -148,7 +148,7 @@ def test_whatever_was_accepted_leaves_every_route_of_its_job_usable(
 def test_a_run_that_cannot_be_summarised_is_left_out_with_a_note(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the cause: its job keeps every page and route, and what other runs measured."""
+    """Whatever the cause, every page and route of its job works and shows what other runs measured."""
 
     def broken(samples: SampleColumns) -> Any:
         if (samples.step_time_s == 0.5).any():
@@ -207,7 +207,7 @@ def _jobs(client: httpx.Client) -> list[Any]:
 
 
 def test_a_straggler_beyond_the_world_is_refused_by_name(service: Service) -> None:
-    """It would be counted into an array as long as the highest rank; no schema knows the world."""
+    """Stragglers are counted in an array as long as the highest rank, and no schema knows the world size."""
     red = service.tenant("red")
     with service.client(red.agent) as client:
         body = batch(4, straggler_rank=[0, None, 1, 0])

@@ -1,4 +1,4 @@
-"""One sender's flood leaves room, threads and answers for all others, and agents are served first."""
+"""Tests that a flood from one sender leaves capacity for all others, and that agents are served first."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tula_wire import routes
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sender beyond its limits waits for that answer."""
+    """Shorten the time that a sender beyond its limits waits for the refusal."""
     monkeypatch.setattr(middleware, "LIMITED_S", 0.01)
 
 
 def as_(token: str) -> dict[str, str]:
-    """The header of this token."""
+    """Return the header with this token."""
     return {"Authorization": f"Bearer {token}"}
 
 
 class Flood:
-    """Requests whose bodies never complete, in tasks on the application's event loop."""
+    """Requests with bodies that never end, in tasks on the application's event loop."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -73,18 +73,18 @@ class Flood:
 
     @property
     def answers(self) -> Counter[int | None]:
-        """The statuses of those that were answered."""
+        """Return how many requests were answered with each status."""
         return Counter(one.result() for one in self.waiting if one.done())
 
     async def end(self) -> None:
-        """Break off all that wait."""
+        """Cancel all requests that wait."""
         for one in self.waiting:
             one.cancel()
         await asyncio.gather(*self.waiting, return_exceptions=True)
 
 
 async def served(service: Service, tenant: Tenant) -> list[int]:
-    """The statuses of what one tenant's agent and user ask."""
+    """Return the statuses of requests by one tenant's agent and user."""
     run = routes.RUN.format(run_id=tenant.run_id)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(service.app), base_url=HOST) as client:
         agent, user = as_(tenant.agent), as_(tenant.user)
@@ -111,7 +111,7 @@ SLOW = {
 
 @pytest.mark.parametrize("slow", SLOW)
 def test_a_body_is_not_read_before_its_sender_is_known(service: Service, slow: str) -> None:
-    """Without a token, or with a wrong one: each of more requests than there is room for is answered at once."""
+    """Requests without a valid token are answered at once, even more of them than the service has room for."""
     red, (method, route) = service.tenant("red"), SLOW[slow]
     path = route.format(run_id=red.run_id, job_id=red.job_id)
 
@@ -129,7 +129,7 @@ def test_a_body_is_not_read_before_its_sender_is_known(service: Service, slow: s
 def test_slow_bodies_of_one_token_take_no_room_of_others(
     sqlite_url: str, start: Callable[..., Service], slow: str
 ) -> None:
-    """They count against their sender alone, of whom as many as all requests of agents may be on their way."""
+    """The bodies count only against their sender, which may have as many requests in flight as all agents together."""
     service = start(sqlite_url, max_in_flight=16)
     red, blue, (method, route) = service.tenant("red"), service.tenant("blue"), SLOW[slow]
     path = route.format(run_id=red.run_id, job_id=red.job_id)
@@ -163,7 +163,7 @@ def test_slow_bodies_of_one_token_hold_a_bounded_memory(service: Service, monkey
 def test_a_slow_form_of_an_address_leaves_room_for_other_addresses(
     sqlite_url: str, start: Callable[..., Service]
 ) -> None:
-    """The form that takes a token is read without one."""
+    """The login form is read without a token."""
     service = start(sqlite_url, max_in_flight=16)
     red = service.tenant("red")
 
@@ -183,7 +183,7 @@ def test_a_slow_form_of_an_address_leaves_room_for_other_addresses(
 def test_requests_of_agents_and_others_do_not_take_each_others_room(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lease renewals, polls of numbers and sign-in are answered while every thread and all room for others is taken."""
+    """Lease renewals, polls and sign-in are answered although every thread and slot for other requests is occupied."""
     red, released = service.tenant("red"), threading.Event()
     monkeypatch.setattr("tula_service.api.jobs.jobs.get", lambda *_: released.wait() and None)
 
@@ -216,7 +216,7 @@ def test_requests_of_agents_and_others_do_not_take_each_others_room(
 def test_refusals_probes_and_static_files_wait_for_no_ordinary_thread(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Liveness that waits for a slow request ends in a restart, and an agent that is refused late waits as long."""
+    """A liveness probe that waits for a slow request causes a restart, and a refused agent would wait as long."""
     red, released = service.tenant("red"), threading.Event()
     monkeypatch.setattr("tula_service.api.jobs.jobs.get", lambda *_: released.wait() and None)
 
@@ -255,7 +255,7 @@ BEYOND = {"a wrong token": {401: 5}, "no token": {401: 5}, "requests": {200: 10}
 def test_a_sender_beyond_its_limits_waits_for_that_answer_and_takes_no_room(
     sqlite_url: str, start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch, flood: str
 ) -> None:
-    """Refusals at full speed took the event loop."""
+    """Refusals at full speed once occupied the whole event loop."""
     monkeypatch.setattr(middleware, "LIMITED_S", 600.0)
     monkeypatch.setattr(limits, "FAILED_PER_MINUTE", 5)
     service = start(sqlite_url, max_in_flight=54, requests_per_minute=10 if flood == "requests" else 6000)
@@ -323,7 +323,7 @@ def test_one_token_takes_a_quarter_of_the_event_streams(sqlite_url: str, start: 
 
 
 def test_a_path_with_a_slash_too_many_is_not_found_and_redirects_nowhere(service: Service) -> None:
-    """A redirect would send a client to the host that the request named, before it is authorised."""
+    """A redirect would send a client to the host that the request names, before the client is authorised."""
     with service.client(service.token("user"), Host="evil.example") as client:
         answer = client.get("/v1/jobs/", follow_redirects=False)
     assert (answer.status_code, "location" in answer.headers) == (404, False)

@@ -1,4 +1,4 @@
-"""No address and no path from a client reaches the server's own I/O: none is opened, listed or connected to."""
+"""Tests that the server never opens, lists or connects to an address or path that a client has sent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FORMATS_OF_PLACES = {"uri", "uri-reference", "iri", "iri-reference", "path", "fi
 
 
 class Watch:
-    """Keeps what the interpreter is about to do with anything that names the canary, while it is on."""
+    """Records what the interpreter is about to do with a text that contains the canary, while `on` is True."""
 
     def __init__(self) -> None:
         self.on = False
@@ -48,13 +48,13 @@ class Watch:
 
 @pytest.fixture(scope="module")
 def hook() -> Watch:
-    """One, since nothing takes it away again."""
+    """Return the only watch of the module, since an audit hook cannot be removed."""
     return Watch()
 
 
 @pytest.fixture
 def watch(hook: Watch) -> Iterator[Watch]:
-    """A watch for the length of a test."""
+    """Turn the watch on during a test."""
     hook.seen.clear()
     hook.on = True
     yield hook
@@ -62,7 +62,7 @@ def watch(hook: Watch) -> Iterator[Watch]:
 
 
 def test_the_watch_sees_what_it_is_there_for(watch: Watch) -> None:
-    """Else the tests below would prove nothing."""
+    """Without this, the tests below would prove nothing."""
     for attempt in (
         lambda: open(f"/{CANARY}"),  # noqa: SIM115, PTH123
         lambda: __import__("socket").getaddrinfo(f"{CANARY}.invalid", 80),
@@ -76,7 +76,7 @@ def test_the_watch_sees_what_it_is_there_for(watch: Watch) -> None:
 
 
 def test_no_route_takes_an_address_or_a_path(service: Service) -> None:
-    """A walk over the OpenAPI document: every parameter and every property of every body, by format and by name."""
+    """The test checks every parameter and every property of every body in the OpenAPI document."""
     with service.client() as client:
         document = client.get("/openapi.json").json()
     walked = 0
@@ -96,7 +96,7 @@ def test_no_route_takes_an_address_or_a_path(service: Service) -> None:
 def properties(
     schema: dict[str, Any], document: dict[str, Any], depth: int = 0
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every property anywhere below a schema, by its own name."""
+    """Yield every property at any depth of a schema, by name."""
     assert depth < 20
     if "$ref" in schema:
         yield from properties(document["components"]["schemas"][schema["$ref"].rpartition("/")[2]], document, depth + 1)
@@ -114,7 +114,7 @@ def properties(
 def test_a_name_that_is_an_address_or_a_path_stays_a_name(
     service: Service, red: Tenant, watch: Watch, hostile: str
 ) -> None:
-    """In every id, query, header and text of a body, on every route, as an administrator: nothing is touched."""
+    """An administrator sends such a name in every id, query, header and text, on every route; nothing touches it."""
     with service.client(service.token("admin")) as client:
         document = client.get("/openapi.json").json()
         documented = {(m.upper(), path): o for path, found in document["paths"].items() for m, o in found.items()}
@@ -139,7 +139,7 @@ def test_a_name_that_is_an_address_or_a_path_stays_a_name(
 
 
 def poisoned(body: Any, hostile: str) -> Any:
-    """The same with every text replaced, but those that are one of a few words."""
+    """Return the body with every text replaced, except texts that must be one of a few words."""
     if isinstance(body, dict):
         return {name: poisoned(value, hostile) for name, value in body.items() if value is not None}
     if isinstance(body, list):
@@ -155,13 +155,13 @@ WORDS = {"train", "running", "knee", "time", "ring", "sgd", "momentum", "adam", 
     ["../app.css", "..%2fpages.py", "%2e%2e/pages.py", "/etc/passwd", "....//app.css", "app.css/../../pages.py", ""],
 )
 def test_no_path_leads_out_of_the_static_files(service: Service, name: str) -> None:
-    """Names are looked up in a table; nothing is joined to a folder."""
+    """The service looks up names in a table and joins none of them to a folder."""
     with service.client() as client:
         assert client.get(f"/static/{name}").status_code == 404
 
 
 def test_an_accepted_job_keeps_such_names_as_they_are(service: Service, red: Tenant, watch: Watch) -> None:
-    """It is registered, planned, recommended and drawn: a name all the way."""
+    """The job is registered, planned, recommended and drawn, and its name remains only a name."""
     spec = SPEC.model_dump(mode="json") | {"name": HOSTILE[0], "model": {"name": HOSTILE[1]}}
     with service.client(red.user) as client:
         made = client.post(routes.JOBS, json=spec)

@@ -1,4 +1,4 @@
-"""What agents send: stored once and whole, or refused with the field and the remedy."""
+"""Tests that data from agents are stored completely and once, or are refused with the field and the remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tula_wire import MEDIA_TYPE, routes
 
 
 def chunk(steps: int = 5, **changes: Any) -> dict[str, Any]:
-    """A telemetry chunk as plain members."""
+    """Return a telemetry chunk as a dictionary."""
     members: dict[str, Any] = {
         "rank": 0,
         "boot_id": "boot",
@@ -30,7 +30,7 @@ def chunk(steps: int = 5, **changes: Any) -> dict[str, Any]:
 
 
 def batch(rows: int = 4, **changes: Any) -> dict[str, Any]:
-    """A batch of samples as plain members."""
+    """Return a batch of samples as a dictionary."""
     members: dict[str, Any] = {
         "rank": 0,
         "boot_id": "boot",
@@ -43,7 +43,7 @@ def batch(rows: int = 4, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def post(service: Service, red: Tenant) -> Callable[..., httpx.Response]:
-    """Posts a body to the tenant's run as its agent."""
+    """Return a function that posts a body to the tenant's run as its agent."""
 
     def send(route: str, body: bytes | dict[str, Any]) -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -54,7 +54,7 @@ def post(service: Service, red: Tenant) -> Callable[..., httpx.Response]:
 
 
 def read(service: Service, red: Tenant, column: str = "loss", **asked: Any) -> dict[str, Any]:
-    """A column of the tenant's run."""
+    """Return a column of the tenant's run."""
     with service.client(red.user) as client:
         answer = client.get(routes.RUN_TELEMETRY.format(run_id=red.run_id), params={"column": column, **asked})
     assert answer.status_code == 200, answer.text
@@ -63,7 +63,7 @@ def read(service: Service, red: Tenant, column: str = "loss", **asked: Any) -> d
 
 
 def refused(response: httpx.Response, status: int, field: str | None = None) -> str:
-    """The sentence of a refusal that names this field."""
+    """Return the sentence of a refusal that names this field."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == MEDIA_TYPE
     found = response.json()
@@ -72,7 +72,7 @@ def refused(response: httpx.Response, status: int, field: str | None = None) -> 
 
 
 class TestResends:
-    """A repeated acknowledgement is never a repeated row."""
+    """Tests that a repeated request stores no row twice."""
 
     def test_a_chunk_sent_again_is_a_duplicate(self, post: Callable[..., httpx.Response]) -> None:
         assert post(routes.RUN_TELEMETRY, chunk()).json() == {"stored": 10, "duplicate": False, "refused": []}
@@ -85,7 +85,7 @@ class TestResends:
 
 
 class TestRefusals:
-    """One sentence, the field, and nothing stored."""
+    """Tests that a refusal is one sentence, names the field, and stores nothing."""
 
     def test_a_rank_that_the_run_does_not_have_is_refused_and_nothing_is_stored(
         self, post: Callable[..., httpx.Response], service: Service, red: Tenant
@@ -137,7 +137,7 @@ class TestRefusals:
 
 
 class TestReadingBack:
-    """Thinned so that nothing that matters is lost."""
+    """Tests that thinning a column keeps everything that matters."""
 
     def test_a_thinned_column_keeps_its_extremes(
         self, service: Service, red: Tenant, post: Callable[..., httpx.Response]
@@ -179,7 +179,7 @@ class TestReadingBack:
     )
 )
 def test_any_finite_number_is_stored_bit_for_bit(service: Service, red: Tenant, values: np.ndarray) -> None:
-    """Denormals and huge ones too; null is a missing value."""
+    """The values include denormal and very large numbers; null is a missing value."""
     columns = {"loss": values.tolist(), "lr": [None] * values.size}
     body = chunk(values.size, boot_id=str(hash(values.tobytes())), columns=columns)
     with service.client(red.agent) as client:

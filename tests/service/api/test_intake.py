@@ -1,4 +1,4 @@
-"""What agents send is taken in, whatever else is asked of the service at that moment and however long that takes."""
+"""Tests that the service accepts data from agents, whatever other requests it handles and however long they take."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOM = 40
 
 @pytest.fixture
 def fits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Fits do not end before this is set, and never is more than one at work."""
+    """Return the event that lets fits end, and assert that only one fit runs at a time."""
     compute, at_work, released = planning.report_findings, [], threading.Event()
 
     def held(*arguments):  # type: ignore[no-untyped-def]
@@ -38,7 +38,7 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_fifty_questions_that_need_a_fit_keep_no_agent_waiting(
     database_url: str, start: Callable[..., Service], fits: threading.Event
 ) -> None:
-    """No fit ends: every thread for questions is taken, and all the room for them. Agents are answered all the same."""
+    """No fit ends, so all threads and slots for such questions are occupied; agents are still answered."""
     service = start(database_url, threads=4, max_in_flight=ROOM)
     red = service.tenant("red")
     spec = SPEC.model_dump(mode="json")
@@ -63,7 +63,7 @@ def test_fifty_questions_that_need_a_fit_keep_no_agent_waiting(
             return [answer.status_code for answer in await asyncio.gather(*asks)]
 
     async def agents(client: httpx.AsyncClient, token: str, number: int) -> list[httpx.Response]:
-        """With an uncached token and run, so that every step that may need a thread does."""
+        """Send with an uncached token and run, so that every step that may need a thread is executed."""
         bodies = ((routes.RUN_SAMPLES, batch(boot_id=str(number))), (routes.RUN_TELEMETRY, chunk(sequence=number)))
         return [
             await client.post(route.format(run_id=red.run_id), json=body, headers=as_(token)) for route, body in bodies
@@ -75,5 +75,5 @@ def test_fifty_questions_that_need_a_fit_keep_no_agent_waiting(
 
 
 def as_(token: str) -> dict[str, str]:
-    """The header of this token."""
+    """Return the header with this token."""
     return {"Authorization": f"Bearer {token}"}

@@ -1,4 +1,4 @@
-"""Limits of requests per token, and of wrong tokens per address."""
+"""Tests the limits of requests per token, and of wrong tokens per address."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tula_wire import routes
 
 
 def admitted(counts: RequestLimits, sender: str, times: int, *, ingest: bool = False) -> int:
-    """How many of `times` requests are admitted before the first refusal."""
+    """Return how many of `times` requests are admitted before the first refusal."""
     for number in range(times):
         try:
             counts.count_request(sender, ingest=ingest)
@@ -30,7 +30,7 @@ def admitted(counts: RequestLimits, sender: str, times: int, *, ingest: bool = F
 
 
 def test_a_refusal_says_when_to_come_back_by_a_clock_that_no_one_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a day back, a window of wall time would last a day longer."""
+    """If the wall clock were set back by a day, a window of wall time would last a day longer."""
     clock = SimpleNamespace(time=lambda: 2e9, monotonic=lambda: 100.0)
     monkeypatch.setattr(limits, "time", clock)
     counts = RequestLimits(requests_per_minute=1, ingest_per_minute=1)
@@ -54,7 +54,7 @@ def test_a_token_beyond_its_limit_takes_nothing_from_another_nor_from_its_own_me
 def test_valid_tokens_of_one_address_are_not_counted_as_guesses(
     sqlite_url: str, start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind a proxy all agents have one address, and each new token makes workers check all tokens again."""
+    """Behind a proxy all agents have one address, and after each new token the workers check all tokens again."""
     monkeypatch.setattr(limits, "FAILED_PER_MINUTE", 5)
     service = start(sqlite_url)
     agents = [service.client(service.token("user")) for _ in range(12)]
@@ -70,7 +70,7 @@ def test_valid_tokens_of_one_address_are_not_counted_as_guesses(
 def test_a_refusal_without_a_right_token_asks_for_one_and_is_no_latency_of_the_service(
     sqlite_url: str, start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch, header: dict[str, str]
 ) -> None:
-    """Missing, wrong and malformed tokens count alike. Answers 429 wait, which would look like a slow service."""
+    """Missing, wrong and malformed tokens count alike. A 429 is delayed, so its time must not count as latency."""
     monkeypatch.setattr(limits, "FAILED_PER_MINUTE", 1)
     monkeypatch.setattr(middleware, "LIMITED_S", 0.01)
     service = start(sqlite_url)
@@ -87,7 +87,7 @@ def test_a_refusal_without_a_right_token_asks_for_one_and_is_no_latency_of_the_s
 def test_a_burst_of_wrong_tokens_is_answered_up_to_the_limit(
     sqlite_url: str, start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch, page: bool
 ) -> None:
-    """All are looked up, since a right one may be among them, a few at a time; the login page counts as well."""
+    """A few tokens at a time are looked up, since a valid one may be among them; the login page counts, too."""
     monkeypatch.setattr(limits, "FAILED_PER_MINUTE", 5)
     service = start(sqlite_url)
     service.token("user")

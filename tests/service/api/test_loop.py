@@ -1,4 +1,4 @@
-"""The whole loop over real HTTP: register, claim, measure, recommend, train, and read what was said."""
+"""Tests the whole loop over real HTTP: register, claim, measure, recommend, train, and read the events."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ SPEC: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A client of a service in its own process."""
+    """Start a service in a separate process; yield a client of it."""
     folder: Path = tmp_path_factory.mktemp("served")
     with Server(str(folder / "tula.db")) as server, httpx.Client(base_url=server.url, timeout=30) as client:
         yield client
 
 
 def ok(response: httpx.Response, status: int = 200) -> Any:
-    """The body of an answer that must have this status."""
+    """Return the body of a response that must have this status."""
     assert response.status_code == status, response.text
     return response.json() if response.content else None
 
 
 def problem(response: httpx.Response, status: int, field: str | None) -> wire.Problem:
-    """The problem document of a refusal, which names the field and says what to do."""
+    """Return the problem document of a refusal, which names the field and says what to do."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == wire.MEDIA_TYPE
     found = wire.read(wire.Problem, response.content)
@@ -48,12 +48,12 @@ def problem(response: httpx.Response, status: int, field: str | None) -> wire.Pr
 
 
 def path(route: str, **names: str) -> str:
-    """A route's path."""
+    """Return the path of a route with these names."""
     return route.format(**names)
 
 
 def step_time(configuration: dict[str, Any]) -> float:
-    """The truth."""
+    """Return the true step time of a configuration."""
     nodes = configuration["num_nodes"]
     return 0.01 + 0.0004 * configuration["local_batch_size"] + 0.02 * (1 - 1 / nodes)
 
@@ -79,7 +79,7 @@ def measure(client: httpx.Client, run: dict[str, Any]) -> None:
 
 
 def profile(client: httpx.Client, job_id: str) -> int:
-    """Work through the plan; the number of runs."""
+    """Run the whole plan; return the number of runs."""
     done = 0
     while True:
         claimed = ok(client.post(path(wire.routes.JOB_CLAIM, job_id=job_id), json={"holder": "tests"}))
@@ -201,7 +201,7 @@ def test_thresholds_cost_no_body_while_they_stand(client: httpx.Client) -> None:
 
 
 def events(client: httpx.Client, job_id: str, count: int, **options: Any) -> list[wire.Event]:
-    """The first events of a stream."""
+    """Return the first events of a stream."""
     found = []
     with client.stream("GET", path(wire.routes.JOB_EVENTS, job_id=job_id), **options) as response:
         assert response.headers["content-type"].startswith("text/event-stream")

@@ -1,4 +1,4 @@
-"""Memory readings that cannot be, and every way of charging, over real HTTP."""
+"""Tests impossible memory readings and every way of charging, over real HTTP."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ NUMBERS = itertools.count()
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A client of a service in its own process."""
+    """Start a service in a separate process; yield a client of it."""
     folder: Path = tmp_path_factory.mktemp("served")
     with Server(str(folder / "tula.db")) as server, httpx.Client(base_url=server.url, timeout=30) as client:
         yield client
 
 
 def register(client: httpx.Client, *clusters: dict[str, Any], **changes: Any) -> str:
-    """The id of a new job (the same specification twice is one job); two nodes a cluster unless it says otherwise."""
+    """Register a new job, by default with two nodes per cluster; return its id.
+
+    Each job has a different name, since a specification that is sent twice is one job.
+    """
     body = {
         "name": f"job {next(NUMBERS)}",
         "model": {"name": "net"},
@@ -40,7 +43,7 @@ def register(client: httpx.Client, *clusters: dict[str, Any], **changes: Any) ->
 
 
 def measured(client: httpx.Client, job_id: str, batch: int, memory: dict[str, Any] | None, **more: Any) -> Any:
-    """The answer to samples of a run of the user's own choice, which then succeeded."""
+    """Return the response to samples of a run that the user has chosen, and let the run succeed."""
     configuration = {"num_nodes": 1, "ranks_per_node": 1, "local_batch_size": batch, **more}
     body = {"kind": "profile", "configuration": configuration, "holder": "tests"}
     run = ok(client.post(path(wire.routes.JOB_RUNS, job_id=job_id), json=body), 201)
@@ -55,12 +58,12 @@ def measured(client: httpx.Client, job_id: str, batch: int, memory: dict[str, An
 
 
 def reading(peak: float, **more: Any) -> dict[str, Any]:
-    """What an agent reads of a rank on a device of 16 GB."""
+    """Return a memory reading of a rank on a device of 16 GB."""
     return {"method": "cuda_allocator", "peak_bytes": int(peak), "capacity_bytes": CAPACITY, "context_bytes": 0, **more}
 
 
 def recommended(client: httpx.Client, job_id: str, **query: str) -> wire.Recommendation:
-    """The recommendation as it stands."""
+    """Return the current recommendation."""
     found = client.get(path(wire.routes.JOB_RECOMMENDATION, job_id=job_id), params=query)
     ok(found)
     return wire.read(wire.Recommendation, found.content)
@@ -72,7 +75,7 @@ def test_a_reading_above_capacity_is_left_out_and_said(client: httpx.Client) -> 
     ok(measured(client, job_id, 64, reading(40 * GB)), 202)
     answer = recommended(client, job_id)
     assert any("above the capacity" in warning for warning in answer.model.warnings)
-    assert any("one batch only" in warning for warning in answer.model.warnings)
+    assert any("at only one batch" in warning for warning in answer.model.warnings)
     (at_64,) = [
         c for c in answer.candidates if c.configuration.local_batch_size == 64 and c.configuration.num_nodes == 1
     ]
@@ -132,7 +135,7 @@ def test_spot_at_no_interruptions_is_on_demand_and_each_more_costs_more_time_and
 
 
 def test_spot_whose_interruptions_let_no_training_finish_leaves_the_candidates_on_demand(client: httpx.Client) -> None:
-    """An infinite time is no number of JSON: such a job was refused, and yet stored."""
+    """JSON has no infinite time: such a job was once refused, but stored."""
     spot = {"usd_per_node_hour": 1.0, "interruptions_per_node_hour": 60.0, "checkpoint_interval_s": 7200.0}
     job_id = register(client, {"price": {"usd_per_node_hour": 2.0, "spot": spot}}, objective="cost")
     found = recommended(client, job_id)

@@ -1,4 +1,4 @@
-"""NaN and infinity are refused in every number that the service takes, wherever it stands."""
+"""Tests that NaN and infinity are refused in every number that the service accepts, wherever it stands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Path = tuple[str, ...]
 
 
 def numbers(kind: Any, at: Path = ()) -> Iterator[Path]:
-    """Where every number inside a type stands; a list's entry is "0", a mapping's "x"."""
+    """Yield the path of every number inside a type, with "0" for an entry of a list and "x" for one of a mapping."""
     if kind in (float, int):
         yield at
     for name, inner in inside(kind):
@@ -28,7 +28,7 @@ def numbers(kind: Any, at: Path = ()) -> Iterator[Path]:
 
 
 def inside(kind: Any) -> list[tuple[str | None, Any]]:
-    """The types inside a type, each with its place; None: in the same place."""
+    """Return the types inside a type, each with its place, or None if it has the same place."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         return [(None, inner[0])]
@@ -47,7 +47,7 @@ def inside(kind: Any) -> list[tuple[str | None, Any]]:
 
 
 def holding(at: Path, value: str) -> str:
-    """The smallest JSON body that has this value in this place."""
+    """Return the smallest JSON body with this value in this place."""
     if not at:
         return value
     inner = holding(at[1:], value)
@@ -55,7 +55,7 @@ def holding(at: Path, value: str) -> str:
 
 
 def bodies(service: Service) -> dict[str, type[BaseModel]]:
-    """The models of all request bodies, as the OpenAPI document names them."""
+    """Return the models of all request bodies by their names in the OpenAPI document."""
     found = {}
     for operations in document(service.app)["paths"].values():
         for operation in operations.values():

@@ -1,4 +1,4 @@
-"""`/openapi.json` as a product: every property described, examples that are accepted, a client generated from it."""
+"""Tests `/openapi.json`: every property is described, its examples are accepted, and a generated client works."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tula_wire import MEDIA_TYPE, ProblemType
 
 @pytest.fixture
 def openapi(sqlite_url: str) -> dict[str, Any]:
-    """The document of the application."""
+    """Return the OpenAPI document of the application."""
     app = create_app(Settings(database=sqlite_url))
     app.state.services.store.close()
     return document(app)
@@ -33,7 +33,7 @@ def openapi(sqlite_url: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """The address of a service, and an administrator's token."""
+    """Start a service; yield its address and an administrator's token."""
     database = f"sqlite:///{tmp_path_factory.mktemp('openapi') / 'tula.db'}"
     migrate(database)
     with Server(database) as server:
@@ -41,7 +41,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
 
 
 def operations(openapi: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every operation, with its method and path."""
+    """Yield every operation with its method and path."""
     for path, found in openapi["paths"].items():
         for method, operation in found.items():
             yield f"{method.upper()} {path}", operation
@@ -61,7 +61,7 @@ def test_every_property_and_parameter_has_a_description(openapi: dict[str, Any])
 
 
 def properties_in(found: Any, at: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every property in a part of the document, however deep, with its place."""
+    """Yield every property at any depth of the document, with its place."""
     inner = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
     for key, value in inner:
         if key == "properties":
@@ -80,7 +80,7 @@ UNITS = {
 
 
 def test_a_description_names_the_unit_that_the_name_ends_in(openapi: dict[str, Any]) -> None:
-    """A list of objects or a nested estimate too: its description says what its numbers count."""
+    """The description of a list of objects or of a nested estimate also says what its numbers count."""
     without = []
     for model, found in openapi["components"]["schemas"].items():
         for name, schema in found.get("properties", {}).items():
@@ -160,7 +160,7 @@ def test_a_client_generated_from_the_document_does_the_whole_loop(
 
 
 def whole_loop(models: Any, call: Callable[..., Any]) -> None:
-    """Register, profile, ask, predict, and be refused, by a generated package's models and calls."""
+    """Register, profile, ask, predict and be refused, with the models and calls of a generated package."""
     spec = models.JobSpec.from_dict(EXAMPLES["JobSpec"] | {"name": "generated"})
     created = call("jobs.create_job", body=spec)
     assert created.recommendation.basis == models.Basis.PRIOR
@@ -197,7 +197,7 @@ def test_the_page_of_the_reference_loads_only_files_of_the_service(service: Serv
 
 
 def send(client: httpx.Client, method: str, path: str, model: str) -> Any:
-    """The answer to the example of a model."""
+    """Send the example of a model; return the response."""
     answer = client.request(method, path, json=EXAMPLES[model])
     assert answer.is_success, answer.text
     return answer.json()

@@ -1,4 +1,4 @@
-"""What an operator does: tokens, schemas and retention on the command line, and metrics to look at."""
+"""Tests an operator's tasks: tokens, schemas and retention on the command line, and metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tula_wire import Progress, routes
 
 @pytest.fixture
 def tula(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    """Runs a command in this process."""
+    """Return a function that runs a command in this process."""
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments: str) -> Result:
@@ -34,7 +34,7 @@ def tula(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 
 
 def test_a_token_is_made_listed_and_revoked(tula: Callable[..., Result], service: Service) -> None:
-    """And what the command made, the running service knows."""
+    """The running service accepts a token that the command has created."""
     database = service.settings.database
     made = json.loads(tula("token", "create", "alice", "--json", "--database", database).stdout)
     service.app.state.services.access.forget_all()
@@ -125,7 +125,7 @@ def test_prune_lists_jobs_and_deletes_them_only_with_yes(
 def test_a_missing_schema_is_refused_with_the_command_that_makes_it(
     tula: Callable[..., Result], tmp_path: Path
 ) -> None:
-    """No command but `serve` makes one unasked; afterwards every one works."""
+    """Only `serve` creates a schema without being asked; all commands work once a schema exists."""
     database = str(tmp_path / "new.db")
     for arguments in (["token", "list"], ["prune"]):
         refused = tula(*arguments, "--database", database)
@@ -178,7 +178,7 @@ def test_the_error_of_a_recommendation_that_was_followed_is_in_the_metrics(servi
 
 
 def test_metrics_count_requests_ingest_queue_fits_and_agents(service: Service, red: Tenant) -> None:
-    """Each figure moves with what it counts, and another project's jobs are in none of them."""
+    """Each metric changes with what it counts, and none includes the jobs of another project."""
     blue = service.tenant("blue")
     with service.client(blue.user) as boss, service.client(red.agent) as agent:
         job = boss.post(routes.JOBS, json=SPEC.model_dump(mode="json")).json()["job"]["id"]
@@ -206,7 +206,7 @@ def test_metrics_count_requests_ingest_queue_fits_and_agents(service: Service, r
 
 
 def scraped(client: httpx.Client) -> dict[str, list[tuple[dict[str, str], float]]]:
-    """What Prometheus's own parser reads: the labels and value of each sample, by its name."""
+    """Return the labels and value of each sample, by its name, as Prometheus's own parser reads them."""
     samples: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families(client.get(routes.METRICS).text):
         for sample in family.samples:
@@ -218,7 +218,7 @@ NAME = 'net "v2" \\ half'
 
 
 def start_training(client: httpx.Client, **limits: object) -> tuple[str, str]:
-    """A training of a job whose name a label has to escape: ids of its job and run."""
+    """Start a training run of a job with a name that a label must escape; return the ids of job and run."""
     spec = SPEC.model_dump(mode="json") | {"name": NAME, "epochs": 10} | limits
     spec["cluster"] = {"max_nodes": 4, "price": {"usd_per_node_hour": 3600.0}}
     spec["model"] = {"name": "digits-net", "tokens_per_example": 100}

@@ -1,4 +1,4 @@
-"""A Prometheus of Debian's scrapes the service as `deploy/prometheus` has it do, and answers Grafana's questions."""
+"""Tests that Debian's Prometheus scrapes the service as `deploy/prometheus` says, and answers Grafana's queries."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prom
 
 @dataclass
 class Scraped:
-    """A Prometheus that scrapes a service, on which one training runs."""
+    """A Prometheus that scrapes a service with one training run."""
 
     url: str
     boss: httpx.Client
     labels: dict[str, str]
 
     def ask(self, query: str) -> list[dict[str, Any]]:
-        """What Prometheus answers to an instant query."""
+        """Return Prometheus's result of an instant query."""
         answer = httpx.get(f"{self.url}/api/v1/query", params={"query": query}).json()
         assert answer["status"] == "success", answer
         series: list[dict[str, Any]] = answer["data"]["result"]

@@ -1,7 +1,8 @@
-"""The OpenAPI document is true: generated requests, valid and invalid, never find an answer it does not describe.
+"""Tests that responses to generated requests, valid and invalid, match the OpenAPI document.
 
-And a request that is refused has changed nothing. `TULA_SCHEMA_EXAMPLES` sets the number of requests for each operation
-and mode, on both engines: far more than a suite has time for. `pytest -s` prints how many were sent.
+A refused request must have changed nothing. `TULA_SCHEMA_EXAMPLES` sets the number of requests for each operation and
+mode, on both engines, so that one can send far more than a test run has time for. `pytest -s` prints the number of
+requests.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ STORED = (
 
 @dataclass(frozen=True)
 class Api:
-    """The document of a real service, and the database, job, run and token behind it; `sent` counts requests."""
+    """The document of a real service, with its database, job, run and token; `sent` counts requests."""
 
     schema: schemathesis.BaseSchema
     store: Store
@@ -49,7 +50,7 @@ class Api:
     sent: Counter[str] = field(default_factory=Counter)
 
     def call(self, case: schemathesis.Case[Any]) -> None:
-        """Send it, check the answer against the document, and a refusal against the database."""
+        """Send a request; check the response against the document and, after a refusal, the database."""
         excused = [positive_data_acceptance] if case.operation.label in BETWEEN_FIELDS else []
         if MANY:
             excused.append(ignored_auth)  # sends a wrong token each time, of which an address has 600 a minute
@@ -64,13 +65,13 @@ class Api:
             assert self.stored() == before, f"{case.method} {case.path} was refused and changed something"
 
     def stored(self) -> list[list[str]]:
-        """All rows of the tables that only a request changes."""
+        """Return all rows of the tables that only a request changes."""
         with self.store.reading() as tx:
             found = [tx.connection.exec_driver_sql(f"SELECT * FROM {table}").all() for table in STORED]
         return [sorted(map(str, rows)) for rows in found]
 
     def _name_what_exists(self, case: schemathesis.Case[Any]) -> None:
-        """Put the job's and the run's real ids into the path, unless the path is what is wrong, or they would go."""
+        """Put the ids of a real job and run into the path, unless it is invalid on purpose or deletes them."""
         self.sent["requests"] += 1
         path = case.meta.components.get(ParameterLocation.PATH) if case.meta else None
         if case.method == "DELETE" or (path is not None and path.mode.is_negative):
@@ -82,7 +83,7 @@ class Api:
 
 @pytest.fixture(scope="module", params=["sqlite", "postgres"] if MANY else ["sqlite"])
 def api(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    """A service with a job and a training run."""
+    """Start a service with a job and a training run."""
     database = f"sqlite:///{tmp_path_factory.mktemp('schema') / 'tula.db'}"
     if request.param == "postgres":
         database = request.getfixturevalue("postgres_server").create_database("schema")
@@ -127,7 +128,7 @@ MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
 @pytest.mark.timeout(0 if MANY else 300)
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
 def test_every_operation_keeps_to_the_document(api: Api, mode: GenerationMode) -> None:
-    """All checks; where a rule between fields is more than a schema can say, valid data may still be refused."""
+    """All checks apply, but valid data may be refused by a rule between fields that a schema cannot express."""
     tried: list[str] = []
     for found in api.schema.get_all_operations():
         operation = found.ok()

@@ -1,4 +1,4 @@
-"""Deny by default, over every route; tenants apart, over every route; nothing useful for a stranger."""
+"""Tests on every route that access is denied by default, tenants are separate, and strangers learn nothing useful."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BODIES: dict[tuple[str, str], dict[str, object]] = {
 
 
 def all_routes(service: Service) -> Iterator[tuple[str, str]]:
-    """Every method and path that the application answers."""
+    """Yield every method and path that the application answers."""
     for context in iter_route_contexts(service.app.routes):
         for method in sorted(context.methods or ()):
             if method not in ("HEAD", "OPTIONS"):
@@ -47,7 +47,7 @@ def all_routes(service: Service) -> Iterator[tuple[str, str]]:
 
 
 def concrete(path: str, tenant: Tenant) -> str:
-    """The path with the tenant's own ids, and something plausible for every other placeholder."""
+    """Return the path with the tenant's ids, and a plausible value for every other placeholder."""
     known = {"job_id": tenant.job_id, "run_id": tenant.run_id, "token_id": "token-0", "name": "curve"}
     for name, value in known.items():
         path = path.replace("{" + name + "}", value).replace("{" + name + ":path}", value)
@@ -56,7 +56,7 @@ def concrete(path: str, tenant: Tenant) -> str:
 
 
 def problem(response: httpx.Response, status: int) -> dict[str, object]:
-    """The problem document of a refusal."""
+    """Return the problem document of a refusal."""
     assert response.status_code == status, (response.request.url, response.text)
     assert response.headers["content-type"] == MEDIA_TYPE
     found: dict[str, object] = response.json()
@@ -65,7 +65,7 @@ def problem(response: httpx.Response, status: int) -> dict[str, object]:
 
 
 def test_every_route_refuses_a_stranger(service: Service, red: Tenant) -> None:
-    """Once a token exists, no route but the probes and the login form answers without one."""
+    """Once a token exists, only the probes and the login form answer without a token."""
     walked = list(all_routes(service))
     assert len(walked) > 20
     with service.client() as stranger, service.client("tula_wrong") as guesser:
@@ -88,7 +88,7 @@ def test_routes_without_a_guard_are_the_probes_and_what_shows_the_login_form(ser
 def test_a_token_finds_nothing_of_what_it_is_not_bound_to_on_any_route(
     service: Service, red: Tenant, blue: Tenant
 ) -> None:
-    """Red's ids with tokens of another project, and of another job of red's: as for ids that never were."""
+    """Tokens of another project, and of another job of red, get the same response for red's ids as for unknown ids."""
     beside = {"name": "beside", "scope": "agent", "job_id": service.another_job(red)}
     with service.client(red.user) as client:
         of_another_job = client.post(routes.TOKENS, json=beside).json()["secret"]
@@ -116,7 +116,7 @@ def test_a_token_finds_nothing_of_what_it_is_not_bound_to_on_any_route(
 
 
 def test_lists_hold_only_the_tenants_own(service: Service, red: Tenant, blue: Tenant) -> None:
-    """Jobs, tokens and projects of others are not listed."""
+    """Lists do not contain the jobs, tokens and projects of other tenants."""
     with service.client(blue.user) as client:
         for path in (routes.JOBS, routes.TOKENS, routes.PROJECTS):
             text = client.get(path).text
@@ -126,7 +126,7 @@ def test_lists_hold_only_the_tenants_own(service: Service, red: Tenant, blue: Te
 
 
 def test_an_agent_token_reaches_its_job_and_the_five_routes_it_needs(service: Service, red: Tenant) -> None:
-    """Everything else answers 403, so that a token in a job's environment gives nothing away."""
+    """All other routes answer 403, so that a token in a job's environment gives nothing away."""
     with service.client(red.agent) as agent:
         for method, path in all_routes(service):
             if (method, path) in UNAUTHENTICATED_ROUTES:
@@ -139,7 +139,7 @@ def test_an_agent_token_reaches_its_job_and_the_five_routes_it_needs(service: Se
 
 
 def test_a_read_token_reads_its_project_and_changes_nothing(service: Service, red: Tenant, blue: Tenant) -> None:
-    """Every GET but the list of tokens and its page; no other method, and nothing of another project."""
+    """The token may GET all of its project but the list of tokens and its page, and use no other method."""
     read = service.token("read", project="red")
     with service.client(read) as reader:
         for method, path in all_routes(service):
@@ -156,7 +156,7 @@ def test_a_read_token_reads_its_project_and_changes_nothing(service: Service, re
 
 
 def test_users_make_read_tokens_of_their_own_project_only(service: Service, red: Tenant) -> None:
-    """A foreign project is not found, and without a name it is their own."""
+    """Another project is not found; without a project, the token is for the user's own."""
     with service.client(red.user) as user:
         made = user.post(routes.TOKENS, json={"name": "viewer", "scope": "read"})
         assert made.status_code == 201
@@ -168,7 +168,7 @@ def test_users_make_read_tokens_of_their_own_project_only(service: Service, red:
 
 
 def test_users_make_agent_tokens_for_their_own_jobs_only(service: Service, red: Tenant, blue: Tenant) -> None:
-    """No way up from user to admin, and none across."""
+    """A user cannot create a token for an administrator or for another project."""
     with service.client(red.user) as user:
         made = user.post(routes.TOKENS, json={"name": "a", "scope": "agent", "job_id": red.job_id})
         assert made.status_code == 201
@@ -181,7 +181,7 @@ def test_users_make_agent_tokens_for_their_own_jobs_only(service: Service, red: 
 
 
 def test_a_token_is_stored_as_its_hash_and_returned_once(service: Service) -> None:
-    """256 random bits, and only their SHA-256 in the database."""
+    """The token has 256 random bits, and the database contains only their SHA-256."""
     admin = service.token("admin")
     with service.client(admin) as client:
         made = client.post(routes.TOKENS, json={"name": "n", "scope": "user"}).json()
@@ -196,7 +196,7 @@ def test_a_token_is_stored_as_its_hash_and_returned_once(service: Service) -> No
 
 
 def test_revocation_works_at_once_where_it_is_asked_for(service: Service) -> None:
-    """The memory of tokens never outlives a revocation in the same process."""
+    """The cache of tokens never outlives a revocation in the same process."""
     admin, user = service.token("admin"), service.token("user")
     with service.client(user) as client, service.client(admin) as boss:
         assert client.get(routes.JOBS).status_code == 200
@@ -209,7 +209,7 @@ def test_revocation_works_at_once_where_it_is_asked_for(service: Service) -> Non
 def test_revocation_reaches_every_other_worker_soon(
     database_url: str, start: Callable[..., Service], open_store: Callable[..., Store]
 ) -> None:
-    """Another worker, another replica, `tula token revoke`: to each it is someone else who wrote to the database."""
+    """Another worker, another replica or `tula token revoke` may have written the revocation to the database."""
     worker, elsewhere = start(database_url, token_cache_s=0.2), open_store(database_url)
     kept, ended = worker.token("user"), worker.token("user")
     with worker.client(kept) as good, worker.client(ended) as bad:
@@ -225,7 +225,7 @@ def test_revocation_reaches_every_other_worker_soon(
 
 
 def test_a_token_made_elsewhere_ends_the_first_start(sqlite_url: str, start: Callable[..., Service]) -> None:
-    """`tula token create` beside a running service closes it to everyone without a token."""
+    """After `tula token create`, a running service refuses everyone without a token."""
     worker = start(sqlite_url, token_cache_s=0.2)
     with worker.client() as stranger:
         assert stranger.get(routes.JOBS).status_code == 200
@@ -265,7 +265,7 @@ def test_one_request_checks_a_token_that_others_use_meanwhile(service: Service) 
 def test_a_token_is_right_where_its_time_of_last_use_cannot_be_written(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk refuses writes; pages and lists are read on, and not each check of a token tries to write."""
+    """With a full disk, pages and lists can still be read, and not every check of a token attempts a write."""
     touches: list[str] = []
 
     def full(_: Tokens, token_id: str) -> None:
@@ -282,7 +282,7 @@ def test_a_token_is_right_where_its_time_of_last_use_cannot_be_written(
 def test_a_token_read_before_its_revocation_is_not_cached_after_it(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request that read its token just before the revocation, and ends after it, is the last one let in."""
+    """A request that read its token just before the revocation is the last one that is admitted."""
     access, secret = service.app.state.services.access, service.token("user")
     access.cache_s = 3600.0
     read = Tokens.by_hash
@@ -302,7 +302,7 @@ def test_a_token_read_before_its_revocation_is_not_cached_after_it(
 
 
 def test_an_expired_token_is_refused_even_when_it_was_cached(service: Service) -> None:
-    """A token is never trusted past its end."""
+    """A token is never accepted after its expiry."""
     admin = service.token("admin")
     with service.client(admin) as boss:
         made = boss.post(routes.TOKENS, json={"name": "n", "scope": "user", "expires_in_s": 2.0}).json()
@@ -313,7 +313,7 @@ def test_an_expired_token_is_refused_even_when_it_was_cached(service: Service) -
 
 
 def test_administrative_acts_are_written_down(service: Service) -> None:
-    """Who, what, to what."""
+    """The audit log says who did what to which object."""
     admin = service.token("admin")
     with service.client(admin) as boss:
         project = boss.post(routes.PROJECTS, json={"name": "green"}).json()["id"]
@@ -332,7 +332,7 @@ def test_administrative_acts_are_written_down(service: Service) -> None:
 
 
 class TestLoopback:
-    """The first start works without a token, for this machine's user alone."""
+    """Tests that the first start works without a token, but only for users of this machine."""
 
     def test_without_any_token_the_local_user_is_served(self, service: Service) -> None:
         with service.client() as client:
@@ -363,7 +363,7 @@ class TestLoopback:
     def test_access_without_a_token_does_not_come_back_when_the_last_token_ends(
         self, sqlite_url: str, start: Callable[..., Service]
     ) -> None:
-        """Neither by its expiry, nor when it is revoked, nor when it is deleted with its job."""
+        """The token ends by its expiry, by its revocation, or by deletion with its job."""
         service = start(sqlite_url, token_cache_s=0.0)
         with service.client() as client:
             job = client.post(routes.JOBS, json=SPEC.model_dump(mode="json")).json()["job"]["id"]
@@ -398,13 +398,13 @@ def test_any_other_address_is_refused_until_a_token_exists(host: str, sqlite_url
 
 @pytest.mark.parametrize("header", ["Bearer", "Bearer ", "Token x", "Basic !!!", "Basic Og==", "\x00"])
 def test_a_broken_authorization_header_is_refused(service: Service, header: str) -> None:
-    """And never read as no header, which would let a stranger in on loopback."""
+    """The header must not be treated as missing, which would admit a stranger on loopback."""
     with service.client(Authorization=header) as client:
         assert client.get(routes.JOBS).status_code == 401
 
 
 def test_a_token_beyond_its_limit_gets_429_with_retry_after(sqlite_url: str, start: Callable[..., Service]) -> None:
-    """429 with Retry-After for that token; another token goes on."""
+    """Only this token gets 429 with Retry-After; another token is served."""
     service = start(sqlite_url, requests_per_minute=5, ingest_per_minute=40)
     first, second = service.token("user"), service.token("user")
     with service.client(first) as client:
@@ -417,7 +417,7 @@ def test_a_token_beyond_its_limit_gets_429_with_retry_after(sqlite_url: str, sta
 
 
 def test_pages_and_answers_carry_security_headers(service: Service) -> None:
-    """No framing, no sniffing, no referrer; pages load nothing from elsewhere; answers are not cached by default."""
+    """The headers forbid framing, sniffing, referrers, foreign content on pages, and, by default, caching."""
     with service.client() as client:
         page, answer = client.get("/docs"), client.get(routes.JOBS)
     for response in (page, answer):
@@ -430,7 +430,7 @@ def test_pages_and_answers_carry_security_headers(service: Service) -> None:
 
 
 def test_no_secret_reaches_the_log(service: Service, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever is sent, tokens stay out of log lines, and request ids are in them."""
+    """Whatever is sent, log lines contain request ids but no token."""
     secret = service.token("user")
     with caplog.at_level(logging.DEBUG), service.client(secret, **{"X-Request-Id": "req-1"}) as client:
         client.get(routes.JOBS, params={"search": "x"})

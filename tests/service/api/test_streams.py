@@ -1,4 +1,4 @@
-"""A stream of events lasts as long as the right to read it."""
+"""Tests that a stream of events lasts only as long as the caller may read it."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def revoke(service: Service, _red: Tenant, token_id: str) -> None:
 
 
 def delete(service: Service, red: Tenant, _token_id: str) -> None:
-    """The job, with its events."""
+    """Delete the job with its events."""
     delete_job(service.store, ANONYMOUS, red.job_id)
 
 
 def expire(service: Service, red: Tenant, token_id: str) -> None:
-    """Nothing to do but wait for the token's own end."""
+    """Do nothing, since the token expires by itself."""
 
 
 @pytest.mark.parametrize("end", [revoke, delete, expire])
 def test_a_stream_ends_with_the_token_and_with_the_job(
     service: Service, red: Tenant, end: Callable[[Service, Tenant, str], None]
 ) -> None:
-    """A caller loses a stream within a poll of losing the right to read it."""
+    """The stream ends within one poll after its caller has lost the right to read it."""
     life_s = 2.0 if end is expire else None
     issued = issue_token(service.store, ANONYMOUS, name="u", scope="user", project="red", expires_in_s=life_s)
     caller = Principal("u", "user", issued.token.id, red.project_id, sha256=digest(issued.secret))
@@ -39,7 +39,7 @@ def test_a_stream_ends_with_the_token_and_with_the_job(
 
 
 def test_a_stream_of_the_first_start_ends_with_the_first_token(service: Service) -> None:
-    """On loopback no token is needed until one exists."""
+    """On loopback, no token is needed until one exists."""
     with service.client() as client:
         assert client.get("/v1/jobs").status_code == 200
     red = service.tenant("red")
@@ -52,7 +52,7 @@ def test_a_stream_of_the_first_start_ends_with_the_first_token(service: Service)
 async def pieces(
     service: Service, red: Tenant, caller: Principal, end: Callable[[Service, Tenant, str], None], token_id: str
 ) -> list[str | None]:
-    """The kinds of a stream's events until its end, which `end` causes after the first."""
+    """Return the kinds of a stream's events; `end` is called after the first event and ends the stream."""
     with service.store.transaction() as tx:
         tx.events.append(red.job_id, "job", data={})
     got: list[str | None] = []

@@ -1,4 +1,4 @@
-"""Traces leave the service as OTLP over HTTP: a collector in this process takes the exporter's own packets apart."""
+"""Tests that the service sends traces as OTLP over HTTP, with a collector in this process that parses the requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tula_wire import routes
 
 
 class Collector(ThreadingHTTPServer):
-    """As much of an OpenTelemetry collector as receives traces."""
+    """The part of an OpenTelemetry collector that receives traces."""
 
     daemon_threads = True
 
@@ -31,7 +31,7 @@ class Collector(ThreadingHTTPServer):
         self.packets: list[tuple[str, str, ExportTraceServiceRequest]] = []
 
     def spans(self) -> list[Span]:
-        """Every span that has arrived."""
+        """Return every span that has arrived."""
         return [
             span
             for _, _, packet in self.packets
@@ -58,12 +58,12 @@ class _Receiver(BaseHTTPRequestHandler):
         self.wfile.write(answer)
 
     def log_message(self, *_: object) -> None:
-        """Quiet."""
+        """Log nothing."""
 
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    """A collector on a free port."""
+    """Start a collector on a free port."""
     with Collector() as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -76,7 +76,7 @@ def collector() -> Iterator[Collector]:
 def test_a_request_becomes_one_span_in_the_collector(
     sqlite_url: str, collector: Collector, monkeypatch: pytest.MonkeyPatch, compression: str
 ) -> None:
-    """With its route, its status and the caller's own trace as parent; probes make none, and no secret is in it."""
+    """The span has the route, the status and the caller's trace as its parent, but no secret; probes have no span."""
     secret = make_token(sqlite_url)
     for name in [name for name in os.environ if name.startswith("OTEL_")]:
         monkeypatch.delenv(name)
@@ -109,7 +109,7 @@ def test_a_request_becomes_one_span_in_the_collector(
 
 
 def test_a_collector_that_is_not_there_changes_nothing(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tracing never stands in the way of an answer, nor of stopping."""
+    """Tracing delays neither responses nor the shutdown."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     headers = {"Authorization": f"Bearer {make_token(sqlite_url)}"}

@@ -1,4 +1,4 @@
-"""The service's verdict on a run rests on the samples, the host's facts and the memory that its agents sent."""
+"""Tests the service's verdict on a run from the samples, host facts and memory readings of its agents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def tenant(service: Service) -> Tenant:
 
 
 def send(service: Service, tenant: Tenant, **columns: Any) -> Verdict:
-    """Store one batch of samples, and read the verdict."""
+    """Store one batch of samples; return the verdict."""
     body = {"rank": 0, "boot_id": "a", "sequence": list(range(STEPS)), "step": list(range(STEPS))}
     body |= {"step_time_s": [0.1] * STEPS, "exposed_comm_time_s": [0.0] * STEPS} | columns
     answer = service.client(tenant.agent).post(routes.RUN_SAMPLES.format(run_id=tenant.run_id), json=body)

@@ -1,4 +1,4 @@
-"""`docs/wire.md` lists every route, and its examples match a real service."""
+"""Tests that `docs/wire.md` lists every route, and that its examples match a real service."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_document_lists_every_route_and_names_the_model_that_it_answers(sqli
 
 
 def answer_model(operation: dict[str, Any]) -> str | None:
-    """The model of a successful answer, None for one without a schema."""
+    """Return the name of the model of a successful response, or None if it has no schema."""
     success = next(answer for status, answer in operation["responses"].items() if status.startswith("2"))
     reference = success.get("content", {}).get("application/json", {}).get("schema", {}).get("$ref")
     return None if reference is None else str(reference).rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""Postgres under writers: no deadlock, no hang, nothing acknowledged lost; and a full disk says so."""
+"""Tests that concurrent writers on Postgres cause no deadlock, hang or loss, and that a full disk is reported."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WRITERS = 8
 
 @pytest.fixture
 def alone() -> Iterator[PostgresServer]:
-    """A server whose log no other test writes."""
+    """Start a Postgres server with a log to which no other test writes."""
     folder = Path(tempfile.mkdtemp(prefix="tula-pg-"))
     postgres = PostgresServer.start(folder / "data")
     yield postgres
@@ -49,7 +49,7 @@ def alone() -> Iterator[PostgresServer]:
 
 @dataclass
 class Traffic:
-    """Requests that meet on the rows of jobs and runs, and what failed of them."""
+    """Requests that change the same rows of jobs and runs concurrently, and the failures among them."""
 
     server: Server
     prepared: Prepared
@@ -58,7 +58,7 @@ class Traffic:
     done: Counter[str] = field(default_factory=Counter)
 
     def repeat(self, work: Callable[[httpx.Client, int], None]) -> None:
-        """Do this work until the end."""
+        """Repeat this work until the end of the test."""
         headers = {"Authorization": f"Bearer {self.prepared.token}"}
         with httpx.Client(base_url=self.server.url, headers=headers, timeout=60) as client:
             while time.monotonic() < self.ends:
@@ -66,7 +66,7 @@ class Traffic:
                 self.done[work.__name__] += 1
 
     def noted(self, answer: httpx.Response) -> httpx.Response:
-        """The answer; a 5xx is kept."""
+        """Return the response, and record it if it is a 5xx."""
         if answer.status_code >= 500:
             self.failed.append(f"{answer.request.method} {answer.request.url}: {answer.status_code} {answer.text}")
         return answer
@@ -79,7 +79,7 @@ class Traffic:
         self.noted(client.patch(routes.RUN.format(run_id=self.prepared.run_id), json={"state": "running"}))
 
     def come_and_go(self, client: httpx.Client, number: int) -> None:
-        """Register a job, and delete it while two processes send for it."""
+        """Register a job, and delete it while two processes send data for it."""
         spec = SPEC.model_dump(mode="json") | {"name": f"job {number}"}
         made = self.noted(client.post(routes.JOBS, json=spec)).json()
         run_id = made["runs"][0]["id"]
@@ -100,7 +100,7 @@ class Traffic:
 
 @pytest.mark.parametrize("way", WAYS if "TULA_WRITERS_S" in os.environ else WAYS[:1])
 def test_writers_claims_changes_and_deletions_meet_without_deadlock(alone: PostgresServer, way: str) -> None:
-    """Two workers; what was acknowledged is there, nothing fails with 5xx, and the server's log names no deadlock."""
+    """With two workers, acknowledged data are stored, no response is a 5xx, and the server's log names no deadlock."""
     database = alone.create_database("writers")
     migrate(database)
     prepared = prepare(database, profile_runs=50)
@@ -128,7 +128,7 @@ def test_writers_claims_changes_and_deletions_meet_without_deadlock(alone: Postg
 
 @contextmanager
 def over_tcp(url: str) -> Iterator[str]:
-    """The same database through a TCP port, which carries bytes to and from its Unix socket."""
+    """Yield the URL of the same database through a TCP port that forwards bytes to its Unix socket."""
     folder = sa.make_url(url).query["host"]
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -156,7 +156,7 @@ def over_tcp(url: str) -> Iterator[str]:
 
 
 def test_rows_that_refer_to_a_locked_job_are_written(postgres_url: str, open_store: Callable[..., Store]) -> None:
-    """Else who holds the job waits for the lock of its events, and who writes an event for the job: a deadlock."""
+    """Otherwise the holder of the job's lock and a writer of its events would wait for each other."""
     store = open_store(postgres_url)
     job = a_job(store)
     with store.transaction() as planning, store.transaction() as tx:

@@ -1,4 +1,4 @@
-"""Send the requests of `docs/wire.md` to a real service, in order; the command also updates the page's responses."""
+"""Sends the requests of `docs/wire.md` to a real service, in order; as a command, also updates the page's responses."""
 
 from __future__ import annotations
 

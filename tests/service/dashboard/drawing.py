@@ -12,8 +12,10 @@ from tula_service.dashboard.charts.vega import Spec
 
 
 def compiles(spec: Spec) -> str:
-    """The SVG of a specification: Vega-Lite's schema, its compiler and Vega's runtime accept it, and its numbers are
-    finite."""
+    """Return the SVG of a specification that Vega-Lite's schema and compiler and Vega's runtime accept.
+
+    All numbers of the specification must be finite.
+    """
     validate_jsonschema({**spec, "datasets": {}}, alt.load_schema())
     drawn: str = vl_convert.vegalite_to_svg(json.dumps(spec, allow_nan=False), allowed_base_urls=[])
     return drawn

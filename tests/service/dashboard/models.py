@@ -1,4 +1,4 @@
-"""Hand-built wire models from which chart tests draw: a job with a grid of candidates, runs and series."""
+"""Creates wire models for chart tests: a job with a grid of candidates, runs and series."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 def candidate(nodes: int, local: int, *, priced: bool = True, **more: object) -> wire.Candidate:
-    """A candidate whose step time is 20 ms + 2 ms an example + 60 ms of exchange."""
+    """Return a candidate with a step time of 20 ms + 2 ms per example + up to 60 ms of exchange."""
     configuration = wire.Configuration(num_nodes=nodes, local_batch_size=local)
     compute, exchange = 0.02 + 0.002 * local, 0.06 * (1 - 1 / nodes)
     step = compute + exchange
@@ -40,14 +40,14 @@ def candidate(nodes: int, local: int, *, priced: bool = True, **more: object) ->
 
 
 def grid(*, priced: bool = True) -> list[wire.Candidate]:
-    """Clusters of 1 to 8 nodes, local batches of 32 to 512."""
+    """Return candidates with 1 to 8 nodes and local batches of 32 to 512."""
     return [candidate(nodes, 2**power, priced=priced) for nodes in (1, 2, 4, 8) for power in range(5, 10)]
 
 
 def recommendation(
     candidates: list[wire.Candidate] | None = None, *, knee: bool = True, basis: wire.Basis = "profiled"
 ) -> wire.Recommendation:
-    """A recommendation over these candidates; the second best by time is chosen."""
+    """Return a recommendation over these candidates, of which the second fastest is chosen."""
     found = grid() if candidates is None else candidates
     allowed = sorted((c for c in found if c.excluded_by is None), key=lambda c: c.total_time_s.value)
     cheap = sorted((c for c in allowed if c.cost_usd is not None), key=lambda c: c.cost_usd.value)  # type: ignore[union-attr]
@@ -77,7 +77,7 @@ def recommendation(
 
 
 def effects() -> list[wire.OptionEffect]:
-    """A value that was launched and saves half of the time, and one that is believed to save a little."""
+    """Return an option value that was launched and halves the time, and one that is expected to save a little."""
     half, little = ({"value": v, "low": v * 0.9, "high": v * 1.1} for v in (0.5, 0.95))
     bf16 = {"option": "precision", "value": "bf16", "base": "fp32", "launched": True, "recommended": True}
     on = {"option": "compile", "value": "on", "base": "off", "launched": False, "recommended": False, "most_gain": 0.1}
@@ -86,7 +86,7 @@ def effects() -> list[wire.OptionEffect]:
 
 
 def job(*, plan: list[wire.Run] | None = None, **limits: object) -> wire.Job:
-    """A job on up to 8 nodes with 16 GiB a rank."""
+    """Return a job on up to 8 nodes with 16 GiB per rank."""
     spec = wire.JobSpec(
         name="resnet50-cifar",
         model=wire.ModelSpec(name="resnet50"),
@@ -125,7 +125,7 @@ def job(*, plan: list[wire.Run] | None = None, **limits: object) -> wire.Job:
 
 
 def run(run_id: str = "run_2", *, nodes: int = 2, local: int = 64, **more: object) -> wire.Run:
-    """A finished run that took 5 % longer than predicted."""
+    """Return a finished run that took 5 % longer than predicted."""
     fields: dict[str, object] = {
         "id": run_id,
         "job_id": "job_1",
@@ -140,7 +140,7 @@ def run(run_id: str = "run_2", *, nodes: int = 2, local: int = 64, **more: objec
 
 
 def ledger() -> wire.Ledger:
-    """One prediction that held and one that did not."""
+    """Return a ledger with one prediction that held and one that did not."""
     entries = [
         wire.LedgerEntry(
             recommendation_id=f"rec_{place}",
@@ -162,7 +162,7 @@ def ledger() -> wire.Ledger:
 
 
 def series(column: str, *, points: int = 200, total: int | None = None, level: float = 1.0) -> wire.TelemetrySeries:
-    """A wave around `level`, with a hole in it."""
+    """Return a wave around `level` with one missing value."""
     values: list[float | None] = [level * (1 + 0.2 * math.sin(i / 9)) for i in range(points)]
     if points > 3:
         values[points // 2] = None

@@ -1,4 +1,4 @@
-"""Differences on pages read as people say them."""
+"""Tests that pages word differences as people would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time against cost: every candidate, the frontier among them, and the names of those that one chooses among."""
+"""Tests the chart of time against cost: all candidates, the frontier, and the names of the points to choose among."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tula_service.dashboard.charts.vega import Spec
 
 
 def marked(candidates: list[wire.Candidate]) -> list[wire.Candidate]:
-    """With `dominated` as the service sets it."""
+    """Return the candidates with `dominated` set as the service sets it."""
 
     def beaten(one: wire.Candidate) -> bool:
         others = [(each.total_time_s.value, usd(each)) for each in candidates if each.excluded_by is None]

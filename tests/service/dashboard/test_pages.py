@@ -1,4 +1,4 @@
-"""Pages: they show what the service knows, to those who may see it, and nothing runs in them that is not ours."""
+"""Tests that pages show what the service knows to those who may see it, and that no foreign script runs in them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HTML = {"Accept": "text/html"}
 
 
 class Browser:
-    """The application in this process, asked as a browser asks."""
+    """The application in this process, with requests like those of a browser."""
 
     def __init__(self, app: FastAPI) -> None:
         self.app = app
@@ -33,7 +33,7 @@ class Browser:
         self.loop = asyncio.new_event_loop()
 
     def __call__(self, method: str, path: str, **options: object) -> httpx.Response:
-        """Send a request; redirects are answers."""
+        """Send a request; return the response without following redirects."""
 
         async def send() -> httpx.Response:
             transport = httpx.ASGITransport(self.app, client=("127.0.0.1", 1))
@@ -45,7 +45,7 @@ class Browser:
         return self.loop.run_until_complete(send())
 
     def page(self, path: str, status: int = 200) -> str:
-        """A page's text."""
+        """Return the text of a page."""
         answer = self("GET", path, headers=HTML)
         assert answer.status_code == status, answer.text
         assert answer.headers["content-type"].startswith("text/html")
@@ -54,7 +54,7 @@ class Browser:
 
 @pytest.fixture
 def browser(sqlite_url: str) -> Iterator[Browser]:
-    """A browser on this machine, before any token exists."""
+    """Return a browser on this machine, before any token exists."""
     app = create_app(Settings(database=sqlite_url))
     opened = Browser(app)
     yield opened
@@ -63,7 +63,7 @@ def browser(sqlite_url: str) -> Iterator[Browser]:
 
 
 def register(browser: Browser, name: str = "resnet50-cifar", **more: object) -> str:
-    """A job's id."""
+    """Register a job; return its id."""
     body = models.job().spec.model_dump(mode="json") | {"name": name} | more
     answer = browser("POST", wire.routes.JOBS, json=body)
     assert answer.status_code == 201, answer.text
@@ -72,7 +72,7 @@ def register(browser: Browser, name: str = "resnet50-cifar", **more: object) -> 
 
 
 def train(browser: Browser, job_id: str, method: str = "ags", columns: tuple[str, ...] = ("accuracy",)) -> str:
-    """A training run that reported these columns; its id."""
+    """Create a training run that reported these columns; return its id."""
     configuration = {"num_nodes": 2, "local_batch_size": 64}
     path = wire.routes.JOB_RUNS.format(job_id=job_id)
     run_id: str = browser(
@@ -89,7 +89,7 @@ def train(browser: Browser, job_id: str, method: str = "ags", columns: tuple[str
 
 
 def token(browser: Browser, scope: str, **more: object) -> str:
-    """A secret."""
+    """Create a token; return its secret."""
     body = {"name": scope, "scope": scope} | more
     headers = {} if COOKIE not in browser.cookies else {"Authorization": f"Bearer {browser.cookies[COOKIE]}"}
     secret: str = browser("POST", wire.routes.TOKENS, json=body, headers=headers).json()["secret"]
@@ -439,7 +439,7 @@ def test_only_a_users_token_registers_and_changes_jobs_from_pages(browser: Brows
 
 
 def test_the_form_of_a_job_has_every_limit_and_price(browser: Browser) -> None:
-    """Saving replaces limits and prices whole: a field that the form lacks would be lost."""
+    """Saving replaces all limits and prices, so a field that the form lacks would be lost."""
     kinds = [{"instance_type": name, "max_nodes": 2, "price": {"usd_per_node_hour": 2}} for name in ("p3.2xlarge", "b")]
     kinds[1]["price"] |= {"spot": {"usd_per_node_hour": 0.5, "interruptions_per_node_hour": 0.1}}
     job_id = register(browser, cluster=kinds, limits={"deadline_s": 7200})
@@ -574,7 +574,7 @@ def test_once_a_token_exists_pages_lead_to_sign_in_and_back(browser: Browser) ->
 
 @pytest.mark.parametrize("headers", [{"Sec-Fetch-Site": "cross-site"}, {"Origin": "http://evil.example"}])
 def test_another_site_cannot_sign_a_reader_in(browser: Browser, headers: dict[str, str]) -> None:
-    """Its reader would work in the account of someone else without knowing."""
+    """Otherwise a user would work in the account of someone else without knowing it."""
     answer = browser("POST", "/login", data={"token": token(browser, "admin")}, headers=headers)
     assert answer.status_code == 401
     assert "set-cookie" not in answer.headers
@@ -601,7 +601,7 @@ def test_sign_in_never_leads_to_another_host(browser: Browser, target: str) -> N
 
 
 def test_a_cookie_does_not_write_for_another_site(browser: Browser) -> None:
-    """Cross-site request forgery: the cookie counts for writes only from this service's own pages."""
+    """Against cross-site request forgery, the cookie permits writes only from this service's own pages."""
     browser.cookies.set(COOKIE, token(browser, "admin"))
     body = {"name": "mine"}
     for headers in ({"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}, {"Origin": "http://evil"}, {}):
@@ -620,7 +620,7 @@ def test_a_script_that_is_signed_out_gets_no_password_box(browser: Browser) -> N
 
 
 def follow(browser: Browser, job_id: str, **headers: str) -> None:
-    """Train at the recommended configuration, a tenth slower than predicted."""
+    """Train with the recommended configuration, a tenth slower than predicted."""
     path = wire.routes.JOB_RECOMMENDATION.format(job_id=job_id)
     best = wire.read(wire.Recommendation, browser("GET", path).text).chosen
     assert best is not None

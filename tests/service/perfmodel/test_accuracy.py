@@ -1,4 +1,4 @@
-"""The model is accurate on measured grids, which the benchmarks replay through the planner, and it is pure."""
+"""Tests that the model is pure, and accurate on measured grids, which the benchmarks replay through the planner."""
 
 from __future__ import annotations
 

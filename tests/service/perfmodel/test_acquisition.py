@@ -1,4 +1,4 @@
-"""The runs that refine a choice: its verification and the candidate with the lowest confidence bound."""
+"""Tests the runs that refine a choice: its verification and the candidate with the lowest confidence bound."""
 
 from __future__ import annotations
 

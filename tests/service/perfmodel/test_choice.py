@@ -1,4 +1,4 @@
-"""The recommended candidate follows from prices, frontier, knee and limits."""
+"""Tests that the recommended candidate follows from prices, frontier, knee and limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The line through a probe's readings recovers alpha and beta, which are scaled to other rings."""
+"""Tests that the line through a probe's readings recovers alpha and beta, which are scaled to other rings."""
 
 from __future__ import annotations
 

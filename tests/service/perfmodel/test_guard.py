@@ -1,4 +1,4 @@
-"""The batches that keep the accuracy: more epochs allow larger batches, and unknown facts only smaller ones."""
+"""Tests the batches that keep the accuracy: more epochs allow larger ones, unknown facts only smaller ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waits for data are fitted to runs with and without waits, and are a term of the prediction."""
+"""Tests that waits for data are fitted to runs with and without waits, and are a term of the prediction."""
 
 from __future__ import annotations
 

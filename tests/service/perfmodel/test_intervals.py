@@ -1,4 +1,4 @@
-"""Intervals keep their order."""
+"""Tests that intervals keep their order."""
 
 from __future__ import annotations
 

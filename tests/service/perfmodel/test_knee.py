@@ -1,4 +1,4 @@
-"""The knee lies on the job's frontier of cost over time, or a sentence says why there is no knee."""
+"""Tests that the knee lies on the job's frontier of cost over time, or that a sentence says why there is none."""
 
 from __future__ import annotations
 

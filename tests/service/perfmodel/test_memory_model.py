@@ -1,4 +1,4 @@
-"""The memory model recovers lines, uses out-of-memory failures, and is as safe as stated for the largest batch."""
+"""Tests that the memory model recovers lines, uses out-of-memory failures, and is as safe as stated."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_an_out_of_memory_caps_the_batch_and_raises_the_curve():
 def test_one_reading_is_enough_for_a_wide_answer_and_counted_bytes_narrow_it():
     one = fit_memory(MemoryObservations([32], [line(32)]))
     counted = fit_memory(MemoryObservations([32], [line(32)], static_bytes=2 * GIB))
-    assert any("one batch only" in note for note in one.notes)
+    assert any("at only one batch" in note for note in one.notes)
     wide, narrow = one.predict(256.0), counted.predict(256.0)
     assert wide.high / wide.low > 1.5 * narrow.high / narrow.low
     assert narrow.mean == pytest.approx(line(256), rel=0.15)

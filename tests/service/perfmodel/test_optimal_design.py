@@ -1,4 +1,4 @@
-"""A design has the runs that a plain covariance matrix would choose, and is fast with thousands of candidates."""
+"""Tests that a design has the runs that a plain covariance matrix would choose, and is fast with many candidates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paper's equation 2 recovers its data and has valid intervals; `overlap` is used where it cannot be fitted."""
+"""Tests that the paper's equation 2 recovers its data; `overlap` is used where it cannot be fitted."""
 
 from __future__ import annotations
 

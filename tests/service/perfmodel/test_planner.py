@@ -1,4 +1,4 @@
-"""Plans have the right runs with a purpose, stay within the budget, and end with a reason."""
+"""Tests that plans have the right runs with a purpose, stay within the budget, and end with a reason."""
 
 from __future__ import annotations
 

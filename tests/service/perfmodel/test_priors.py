@@ -1,4 +1,4 @@
-"""The first guess of a step time comes from hardware figures, corrected by the speed of earlier jobs."""
+"""Tests that hardware figures give the first guess of a step time, corrected by the speed of earlier jobs."""
 
 from __future__ import annotations
 

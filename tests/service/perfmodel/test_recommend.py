@@ -1,4 +1,4 @@
-"""The pipeline from predictions to a choice, with offers, eligibility and time to quality."""
+"""Tests the pipeline from predictions to a choice, with offers, eligibility and time to quality."""
 
 from __future__ import annotations
 

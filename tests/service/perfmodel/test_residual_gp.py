@@ -1,4 +1,4 @@
-"""The residual process agrees with scikit-learn's Gaussian process, which serves as the oracle."""
+"""Tests that the residual process agrees with scikit-learn's Gaussian process, which serves as the oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step times are summarised robustly."""
+"""Tests that step times are summarised robustly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The slopes of the step-time form equal its finite differences, for one rank, one node and several nodes."""
+"""Tests that the slopes of the step-time form equal finite differences, for one rank, one node and several nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step-time model recovers the parameters of its data, has valid intervals, and rejects invalid input."""
+"""Tests that the step-time model recovers its data's parameters, has valid intervals, and rejects invalid input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An unmeasured variant starts from the nearest measured variant, corrected by the effects of its switches."""
+"""Tests that an unmeasured variant starts from the nearest measured one, corrected by the effects of its switches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small jobs, runs, samples and chunks for store tests."""
+"""Creates small jobs, runs, samples and chunks for tests of the store."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def a_job(
 
 
 def a_specification(name: str, model_name: str = "digits") -> dict[str, Any]:
-    """As much of one as the store reads."""
+    """Return the part of a specification that the store reads."""
     return {"name": name, "model": {"name": model_name}, "objective": "knee"}
 
 
@@ -48,7 +48,7 @@ def samples(
     step_time_s: Sequence[float] | None = None,
     **facts: Any,
 ) -> SampleBatch:
-    """`count` rows from sequence 0 on; the first has neither a compute time nor a straggler."""
+    """Return `count` rows from sequence 0 on; the first has neither a compute time nor a straggler."""
     return SampleBatch(
         rank=rank,
         boot_id=boot_id,
@@ -64,12 +64,12 @@ def samples(
 
 
 def a_chunk(sequence: int, steps: int, *, boot_id: str = "boot", shift: float = 0.0) -> NewChunk:
-    """A chunk of two columns that follows on from chunk `sequence` - 1."""
+    """Return a chunk of two columns that follows chunk `sequence` - 1."""
     numbers = np.arange(sequence * steps, (sequence + 1) * steps)
     return NewChunk(0, boot_id, sequence, numbers, ["loss", "grad_norm"], np.stack([np.sqrt(numbers) + shift, numbers]))
 
 
 def add_chunk(tx: Transaction, run_key: int, chunk: NewChunk) -> bool:
-    """Store a chunk in this transaction; False if it was stored before."""
+    """Store a chunk in this transaction; return False if it was stored before."""
     run_id = tx.connection.execute(sa.select(runs.c.id).where(runs.c.key == run_key)).scalar_one()
     return tx.telemetry.add(run_id, chunk, chunk_row(run_key, chunk))

@@ -23,7 +23,7 @@ SEPARATOR = ";\n-- next\n"
 
 
 def fill(store: Store) -> None:
-    """A job with a run, samples, telemetry, a kept fit and a ledger entry."""
+    """Store a job with a run, samples, telemetry, a fit and a ledger entry."""
     upgrade_schema(store.engine)
     job = a_job(store, name="kept")
     run = a_run(store, job.id)
@@ -39,7 +39,7 @@ def fill(store: Store) -> None:
 
 
 def sqlite_dump(folder: Path) -> str:
-    """All statements that rebuild the database."""
+    """Return all statements that rebuild the SQLite database."""
     path = folder / "asset.db"
     store = Store.open(str(path), now=ManualClock())
     fill(store)
@@ -55,7 +55,7 @@ def sqlite_dump(folder: Path) -> str:
 
 
 def postgres_dump(server: PostgresServer) -> str:
-    """The same for Postgres, by its own program: schema and rows, without what belongs to a session."""
+    """Return the schema and rows of the Postgres database from `pg_dump`, without the session's settings."""
     url = server.create_database("asset")
     store = Store.open(url, now=ManualClock())
     fill(store)

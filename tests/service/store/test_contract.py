@@ -1,4 +1,4 @@
-"""One contract, both engines: whatever is claimed here of the store holds on SQLite and on Postgres."""
+"""Tests that SQLite and Postgres fulfil the same contract of the store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tula_wire import Estimate
 
 
 def test_a_reading_transaction_sees_one_snapshot(store: Store) -> None:
-    """What is committed meanwhile shows in the next transaction."""
+    """A commit during the transaction is visible only in the next one."""
     a_job(store)
     with store.reading() as tx:
         assert tx.jobs.list().total == 1
@@ -34,7 +34,7 @@ def test_a_reading_transaction_sees_one_snapshot(store: Store) -> None:
 
 
 class TestJobs:
-    """Jobs and their lists."""
+    """Tests jobs and their lists."""
 
     def test_a_registration_repeated_under_one_key_is_one_job(self, store: Store) -> None:
         options = {"idempotency_key": "k", "fingerprint": "f"}
@@ -91,7 +91,7 @@ class TestJobs:
             assert (tx.jobs.list(search="night\0").jobs, tx.jobs.list(search="\0").total) == ([], 0)
 
     def test_a_search_finds_every_name_with_this_part_and_no_other_page_by_page(self, store: Store) -> None:
-        """Of any length and with any characters, as a comparison with each name would; a deleted job is gone."""
+        """The part may have any length and characters; the search must equal a comparison with each name."""
         names = ["a_b", "aXb", 'say "abc"', "ABCD", "abd bcd", "Größe", "ab", "x*y-z OR w", "net"]
         made = [a_job(store, name=name, model_name="NET").id for name in names]
         with store.transaction() as tx:
@@ -171,7 +171,7 @@ class TestJobs:
 
 
 class TestRuns:
-    """Leases and states."""
+    """Tests leases and states of runs."""
 
     def test_runs_are_claimed_in_plan_order_and_only_profiling_ones(self, store: Store) -> None:
         job = a_job(store)
@@ -303,10 +303,10 @@ class TestRuns:
 
 
 class TestLedgerFitsScalingEvents:
-    """What is written about a job."""
+    """Tests the ledger, fits, scaling values and events of a job."""
 
     def entry(self, tx: Transaction, job_id: str) -> LedgerRecord:
-        """An entry that the transaction has written."""
+        """Write a ledger entry in the transaction; return it."""
         entry = LedgerRecord(
             created_at=tx.now(),
             job_id=job_id,
@@ -419,7 +419,7 @@ class TestLedgerFitsScalingEvents:
 
 
 class TestAccess:
-    """Tokens, projects, audit."""
+    """Tests tokens, projects and the audit log."""
 
     def test_a_project_name_stands_for_one_project(self, store: Store) -> None:
         with store.transaction() as tx:
@@ -454,7 +454,7 @@ class TestAccess:
 
 
 def test_a_failed_transaction_stores_nothing(store: Store) -> None:
-    """All or nothing, whatever was written before the exception."""
+    """A transaction stores all or nothing, whatever it wrote before the exception."""
     job = a_job(store)
 
     def fail_half_way() -> None:
@@ -471,7 +471,7 @@ def test_a_failed_transaction_stores_nothing(store: Store) -> None:
 
 
 def test_a_deleted_job_takes_everything_with_it(store: Store) -> None:
-    """Runs, samples, chunks, events, fits, ledger and tokens go with their job."""
+    """Runs, samples, chunks, events, fits, ledger entries and tokens are deleted with their job."""
     import sqlalchemy as sa
 
     from tula_service.store.tables import METADATA

@@ -1,4 +1,4 @@
-"""What a request reads costs as much of a long run as of a short one: counted in steps of SQLite's virtual machine."""
+"""Tests that reading a long run costs no more than reading a short one, in steps of SQLite's virtual machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVERY = 100
 
 
 def cost_of(store: Store, work: Callable[[Transaction], object]) -> int:
-    """Calls of the progress handler while `work` runs."""
+    """Return how often SQLite's progress handler is called while `work` runs."""
     calls = 0
 
     def count() -> int:
@@ -72,7 +72,7 @@ def test_no_query_costs_more_of_a_longer_run(
 
 
 def test_a_chart_of_a_history_four_times_as_long_takes_four_times_the_work(sqlite_store: Store) -> None:
-    """Counted in calls of Python functions: each chunk is taken once, whatever came before it."""
+    """The work is the number of Python calls; each chunk is processed once, whatever chunks precede it."""
     job = a_job(sqlite_store)
 
     def calls(run: RunRecord) -> int:

@@ -1,4 +1,4 @@
-"""The store's contract for measurements, on both engines: sample rows, their summaries, and telemetry chunks."""
+"""Tests the store's contract for measurements on both engines: sample rows, their summaries, and telemetry chunks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tula_service.store.samples import Samples
 
 
 class TestSamples:
-    """Rows once each, and what a fit gets of them."""
+    """Tests that rows are stored once, and what a fit gets from them."""
 
     def test_rows_are_stored_once_however_often_they_are_sent(self, store: Store) -> None:
         job = a_job(store)
@@ -36,7 +36,7 @@ class TestSamples:
             assert tx.samples.add(run.key, job.id, samples(15, boot_id="restarted")) == 15
 
     def test_samples_and_a_change_of_their_run_wait_for_each_other_in_turn(self, postgres_url: str) -> None:
-        """Both need the job and the run: taken in turns, each would hold what the other waits for."""
+        """Both lock the job and the run; in different orders, each could hold the lock that the other needs."""
         store = Store.open(postgres_url)
         job = a_job(store)
         run = a_run(store, job.id)
@@ -163,7 +163,7 @@ def test_the_output_of_a_run_is_replaced_and_goes_with_the_run(store: Store) -> 
 
 
 class TestChunks:
-    """Telemetry."""
+    """Tests telemetry chunks."""
 
     def test_a_chunk_is_stored_once_and_read_back_exactly(self, store: Store) -> None:
         job = a_job(store)
@@ -239,7 +239,7 @@ class TestChunks:
 
 
 class TestProcesses:
-    """Processes that send samples of a run."""
+    """Tests the processes that send samples of a run."""
 
     def test_a_run_has_a_bounded_number_of_processes(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(samples_module, "MAX_PROCESSES", 3)

@@ -1,4 +1,4 @@
-"""The archive of telemetry in a bucket: a real S3 API on loopback, and `tula prune` as a process that is killed."""
+"""Tests the archive of telemetry in a bucket, with a real S3 API on loopback and a `tula prune` that is killed."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ CHUNKS, STEPS = 4, 50
 
 
 class Quiet(WSGIRequestHandler):
-    """Logs no requests."""
+    """A request handler that logs no requests."""
 
     def log_request(self, *_: object) -> None:
         pass
 
 
 class ObjectStore:
-    """An S3 server in a thread, which can kill a process once it has made so many of its changes."""
+    """An S3 server in a thread that can kill a process after a number of changes that it has made."""
 
     def __init__(self) -> None:
         self._app = DomainDispatcherApplication(create_backend_app)
@@ -53,7 +53,7 @@ class ObjectStore:
         self._request("PUT", "")
 
     def _answer(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        """Handle a request, and end its sender before the answer when that was the last change allowed."""
+        """Handle a request, and kill its sender before the response if the request was the last permitted change."""
         body = list(self._app(environ, start))
         if self.victim is not None and environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
             self.kill_after -= 1
@@ -62,7 +62,7 @@ class ObjectStore:
         return body
 
     def objects(self) -> dict[str, bytes]:
-        """Every object that a reader of the bucket sees, by its key."""
+        """Return every object that a reader of the bucket can see, by its key."""
         keys = re.findall("<Key>([^<]+)</Key>", self._request("GET", "?list-type=2").decode())
         return {key: self._request("GET", f"/{key}") for key in keys}
 
@@ -72,7 +72,7 @@ class ObjectStore:
         return answer.raise_for_status().content
 
     def close(self) -> None:
-        """Stop serving."""
+        """Stop the server."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -87,7 +87,7 @@ def bucket() -> Iterator[ObjectStore]:
 
 @pytest.fixture
 def month(postgres_url: str, open_store: Callable[[str], Store]) -> Store:
-    """A store with one month of long ago: a run's chunks."""
+    """Return a store with one old month of telemetry, which contains the chunks of one run."""
     store = open_store(postgres_url)
     run = a_run(store, a_job(store).id, kind="train", state="succeeded")
     key = MONTH * KEYS_OF_A_MONTH + 1
@@ -102,7 +102,7 @@ def month(postgres_url: str, open_store: Callable[[str], Store]) -> Store:
 
 @pytest.fixture
 def prune(month: Store, bucket: ObjectStore, tmp_path: Path) -> Callable[..., tuple[int, str]]:
-    """Runs `tula prune --yes` in a process, which is killed at its n-th change of the bucket if `kill_after` is n."""
+    """Return a function that runs `tula prune --yes`, and kills it at its `kill_after`-th change of the bucket."""
 
     def run(archive: str = f"s3://{BUCKET}/run1", kill_after: int = 0) -> tuple[int, str]:
         log = tmp_path / f"{kill_after}.log"
@@ -131,7 +131,7 @@ def prune(month: Store, bucket: ObjectStore, tmp_path: Path) -> Callable[..., tu
 
 
 def rows_of(store: Store) -> int | None:
-    """How many chunks the month's table holds; None once it is dropped."""
+    """Return the number of chunks in the month's table, or None after the table is dropped."""
     with store.reading() as tx:
         if tx.connection.exec_driver_sql("SELECT to_regclass(%s)", (TABLE,)).scalar() is None:
             return None
@@ -145,10 +145,10 @@ def values_of(file: bytes) -> pa.Table:
 def test_a_month_comes_whole_into_a_bucket_however_often_its_writer_is_killed(
     month: Store, bucket: ObjectStore, prune: Callable[..., tuple[int, str]]
 ) -> None:
-    """kill -9 after the first change of the bucket, then after the second, and so on until a writer gets through.
+    """Writers are killed after the first change of the bucket, the second, and so on, until one succeeds.
 
-    After each kill the table is there, or else its file is; a file that a reader sees is whole; and at the end nothing
-    lies beside it.
+    After each kill, the table or its file exists. A file that a reader can see is complete, and at the end there is no
+    other object.
     """
     steps = np.arange(CHUNKS * STEPS)
     for kills in itertools.count():

@@ -1,4 +1,4 @@
-"""Telemetry by month on Postgres: counted once, dropped whole, and only after it lies in the archive."""
+"""Tests monthly telemetry on Postgres: counted once, dropped whole, and only after a month is in the archive."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KEPT = timedelta(days=30)
 
 
 def following(moment: datetime) -> datetime:
-    """The start of the next month."""
+    """Return the start of the next month."""
     return (moment.replace(day=1) + timedelta(days=32)).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
 
 
@@ -44,13 +44,13 @@ NEXT = following(THIS)
 
 
 def table(month: datetime) -> str:
-    """The name of a month's partition."""
+    """Return the name of a month's partition."""
     return f"telemetry_chunks_{month:%Y%m}"
 
 
 @pytest.fixture
 def store(postgres_url: str) -> Iterator[Store]:
-    """A store whose clock stands where this month has just been kept for long enough."""
+    """Return a store with a clock at the time when this month has been kept for long enough."""
     made = Store.open(postgres_url, now=ManualClock(NEXT + KEPT))
     upgrade_schema(made.engine)
     yield made
@@ -58,7 +58,7 @@ def store(postgres_url: str) -> Iterator[Store]:
 
 
 def run_of(store: Store, month: datetime, **options: object) -> RunRecord:
-    """A run that has ended and began in a month, by its key, which Postgres would have given it then."""
+    """Create a run that began in a month and has ended, with a key that Postgres would have given it at that time."""
     job = a_job(store, name=f"job-{month:%Y%m}")
     run = a_run(store, job.id, kind="train", **{"state": "succeeded", **options})
     key = int(f"{month:%Y%m}") * partitions.KEYS_OF_A_MONTH + 999
@@ -70,32 +70,32 @@ def run_of(store: Store, month: datetime, **options: object) -> RunRecord:
 
 
 def rows_of(store: Store, name: str) -> int:
-    """How many chunks a table holds."""
+    """Return the number of chunks in a table."""
     with store.reading() as tx:
         return int(tx.connection.exec_driver_sql(f"SELECT count(*) FROM {name}").scalar_one())
 
 
 def tables(store: Store) -> set[str]:
-    """All tables of telemetry, attached or not."""
+    """Return all tables of telemetry, attached or not."""
     found = "SELECT relname FROM pg_class WHERE relname LIKE 'telemetry_chunks%%' AND relkind IN ('r', 'p')"
     with store.reading() as tx:
         return set(tx.connection.exec_driver_sql(found).scalars())
 
 
 def prune(store: Store, archive: Path | str = "", **options: bool) -> Pruned:
-    """Prune with the limit for telemetry."""
+    """Prune with the limit for telemetry; return what was removed."""
     age = {"older_than": timedelta(days=9999), "telemetry_older_than": KEPT}
     return prune_store(store, actor=ANONYMOUS, archive=str(archive), **age, **options)
 
 
 def send(store: Store, run: RunRecord) -> bool:
-    """Send a chunk of a run; False if it was stored before."""
+    """Send a chunk of a run; return False if it was stored before."""
     chunk = TelemetryChunk(boot_id="boot", sequence=0, steps=[0, 1], columns={"loss": [1.0, 0.5]})
     return not TelemetryIngest(store, KnownRuns(store)).store(ANONYMOUS, run.id, chunk).duplicate
 
 
 def test_a_chunk_sent_again_is_stored_once_whichever_month_its_run_began_in(store: Store) -> None:
-    """A chunk's partition depends on its run, not on when it arrives."""
+    """The partition of a chunk depends on its run, not on the time of its arrival."""
     runs = [run_of(store, month) for month in (THIS, NEXT, following(NEXT))]
     assert [send(store, run) for run in runs * 2] == [True] * 3 + [False] * 3
     assert rows_of(store, "telemetry_chunks") == 3
@@ -109,7 +109,7 @@ def test_a_new_run_has_the_month_in_its_key(store: Store) -> None:
 
 
 def test_a_month_past_its_time_is_archived_and_dropped_whole(store: Store, tmp_path: Path) -> None:
-    """The file holds every value that the service had, and the other months are untouched."""
+    """The file contains every value that the service had, and the other months remain unchanged."""
     old, new = run_of(store, THIS), run_of(store, NEXT)
     gaps = NewChunk(3, "boot", 7, np.array([5, 9, 6]), ["loss"], np.array([[1.5, np.nan, -0.0]]))
     with store.transaction() as tx:
@@ -184,7 +184,7 @@ def test_a_month_stays_until_it_is_old_enough(store: Store) -> None:
 
 @pytest.mark.parametrize("state", ["pending", "claimed", "running"])
 def test_a_month_stays_while_a_run_of_it_may_send(store: Store, state: RunState) -> None:
-    """Planned long ago, or with a lease that has ended: its telemetry would be refused for good."""
+    """The run may be planned, or have an expired lease; without the month, its telemetry would be refused for good."""
     run = run_of(store, THIS, state=state, lease_s=None if state == "pending" else 60.0)
     store.now.advance(61)  # type: ignore[attr-defined] # the fixture's clock
     assert prune(store).telemetry == []
@@ -197,7 +197,7 @@ def test_a_month_stays_while_a_run_of_it_may_send(store: Store, state: RunState)
 
 
 def test_a_run_that_begins_before_the_detaching_keeps_its_month(store: Store) -> None:
-    """The check is made again under the lock of `runs`."""
+    """The check is repeated under the lock of `runs`."""
     assert partitions.due(store.engine, before=NEXT) == [table(THIS)]
     run_of(store, THIS, state="pending")
     assert not partitions.drop(store.engine, table(THIS), None, before=NEXT)
@@ -205,7 +205,7 @@ def test_a_run_that_begins_before_the_detaching_keeps_its_month(store: Store) ->
 
 
 def test_of_two_that_prune_one_drops_months_and_the_other_says_so(store: Store, tmp_path: Path) -> None:
-    """After which the lock is free again."""
+    """Afterwards, the lock is free again."""
     with partitions.dropping(store.engine), pytest.raises(Conflict, match="Another `tula prune --yes`"):
         prune(store, tmp_path)
     assert table(THIS) in tables(store)
@@ -213,7 +213,7 @@ def test_of_two_that_prune_one_drops_months_and_the_other_says_so(store: Store, 
 
 
 def test_an_attempt_that_fails_leaves_the_files_of_one_that_finished(store: Store, tmp_path: Path) -> None:
-    """Here its table is gone, because the other has dropped it."""
+    """The second attempt fails because the first has dropped the table."""
     old = run_of(store, THIS)
     with store.transaction() as tx:
         add_chunk(tx, old.key, a_chunk(0, 50))
@@ -225,7 +225,7 @@ def test_an_attempt_that_fails_leaves_the_files_of_one_that_finished(store: Stor
 
 
 def test_a_month_is_on_disk_before_it_is_dropped(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file, and its name in the folder."""
+    """Both the file and its name in the folder are synchronised."""
     old = run_of(store, THIS)
     with store.transaction() as tx:
         add_chunk(tx, old.key, a_chunk(0, 50))
@@ -243,7 +243,7 @@ def test_a_month_is_on_disk_before_it_is_dropped(store: Store, tmp_path: Path, m
 
 
 def test_a_long_month_has_several_files_and_a_finished_one_is_not_written_again(store: Store, tmp_path: Path) -> None:
-    """Files of an earlier attempt that the month no longer fills are removed."""
+    """Surplus files of an earlier attempt are removed."""
     runs = [run_of(store, THIS) for _ in range(3)]
     with store.transaction() as tx:
         for run in runs:
@@ -265,7 +265,7 @@ def test_a_long_month_has_several_files_and_a_finished_one_is_not_written_again(
 
 
 def test_a_backup_that_begins_meanwhile_keeps_no_archived_month(store: Store, tmp_path: Path) -> None:
-    """It reads `runs` until its end, and the detached table no longer refers to that."""
+    """The backup reads `runs` until its end, but the detached table no longer refers to `runs`."""
     with ExitStack() as backup:
 
         class During(Archive):
@@ -278,7 +278,7 @@ def test_a_backup_that_begins_meanwhile_keeps_no_archived_month(store: Store, tm
 
 
 def test_a_month_in_use_is_dropped_once_its_reader_has_finished(store: Store) -> None:
-    """And neither the reader nor a writer of another month is ended by it."""
+    """Dropping the month ends neither its reader nor a writer of another month."""
     old, new = run_of(store, THIS), run_of(store, NEXT)
     with store.transaction() as tx:
         assert add_chunk(tx, old.key, a_chunk(0, 5))
@@ -302,7 +302,7 @@ def test_sqlite_refuses_the_limit_instead_of_ignoring_it(sqlite_store: Store) ->
 def test_the_service_makes_the_partitions_of_the_next_months(
     postgres_url: str, open_store: Callable[[str], Store]
 ) -> None:
-    """Without a migration, before it answers: it may have been stopped for months."""
+    """The service creates them at its start, without a migration, since it may have been stopped for months."""
     store = open_store(postgres_url)
     months = {table(NEXT), table(following(NEXT))}
     assert months <= tables(store)
@@ -325,7 +325,7 @@ def test_a_service_without_the_partition_of_this_month_is_not_ready(
 
 
 def test_a_chunk_before_its_partition_is_sent_again_and_not_given_up(store: Store) -> None:
-    """It is stored once the partition is made, as that of a user who may not make any is one day."""
+    """The chunk is stored once the partition exists, which may be later if the database user may not create it."""
     run = run_of(store, following(NEXT))
     partitions.drop(store.engine, table(following(NEXT)), None)
     with pytest.raises(StoreUnavailable, match="no telemetry partition"):

@@ -1,4 +1,4 @@
-"""Data goes when it should: archived jobs past their time, deletions that were cut short, old events; nothing else."""
+"""Tests that old archived jobs, interrupted deletions and old events are removed, and nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DAY_S = 86_400.0
 
 
 def filled(store: Store) -> str:
-    """A job with data; its id."""
+    """Create a job with data; return its id."""
     job = a_job(store)
     run = a_run(store, job.id)
     with store.transaction() as tx:
@@ -30,13 +30,13 @@ def filled(store: Store) -> str:
 
 
 def rows(store: Store, table: str) -> int:
-    """How many rows a table holds."""
+    """Return the number of rows in a table."""
     with store.reading() as tx:
         return int(tx.connection.exec_driver_sql(f"SELECT count(*) FROM {table}").scalar_one())
 
 
 def test_only_jobs_archived_long_enough_go(store: Store, clock: ManualClock) -> None:
-    """And a dry run says so beforehand without touching anything."""
+    """A dry run announces these jobs and changes nothing."""
     old, recent, living = filled(store), filled(store), filled(store)
     with store.transaction() as tx:
         tx.jobs.update(old, state="archived")
@@ -58,7 +58,7 @@ def test_only_jobs_archived_long_enough_go(store: Store, clock: ManualClock) -> 
 
 
 def test_a_job_being_deleted_is_gone_for_readers_and_pruning_finishes_it(store: Store) -> None:
-    """As after a crash between the pieces."""
+    """The deletion was interrupted between two batches, as by a crash."""
     job = filled(store)
     with store.transaction() as tx:
         tx.jobs.begin_delete(job)
@@ -71,7 +71,7 @@ def test_a_job_being_deleted_is_gone_for_readers_and_pruning_finishes_it(store: 
 
 
 def test_deleting_a_job_leaves_its_neighbour_whole(store: Store) -> None:
-    """Pieces are of one job only."""
+    """A batch of deletions concerns only one job."""
     gone, kept = filled(store), filled(store)
     delete_job(store, ANONYMOUS, gone)
     with store.reading() as tx:

@@ -1,4 +1,4 @@
-"""Samples are read back as rows: every one once, in order, through any pages and filters, and a job's own alone."""
+"""Tests that pages of samples contain each row of a job once, in order, with any page size and filter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROCESSES = ((0, "a", False), (1, "a", True), (0, "b", False))
 
 @pytest.fixture
 def filled(store: Store) -> tuple[str, list[str]]:
-    """A job with two runs of three processes each, and another whose rows must never show; the job and its runs."""
+    """Create a job with two runs of three processes each, and another job; return the first job and its runs."""
     made: dict[str, list[str]] = {}
     for name in ("other", "job"):
         job = a_job(store, name=name)
@@ -33,7 +33,7 @@ def filled(store: Store) -> tuple[str, list[str]]:
 
 
 def everything(store: Store, job_id: str, *, limit: int, **narrowed: object) -> list[StepSample]:
-    """All pages one after the other."""
+    """Return the rows of all pages."""
     found: list[StepSample] = []
     cursor: str | None = None
     while True:
@@ -80,7 +80,7 @@ def test_filters_narrow_and_pages_go_on_within_them(store: Store, filled: tuple[
 def test_a_filter_that_matches_nothing_reads_no_more_a_page_than_one_that_does(
     store: Store, filled: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many rows and processes a job has: a page ends where it has read its share, and the next goes on."""
+    """However many rows a job has, a page ends after reading its share, and the next page continues."""
     monkeypatch.setattr(stored_samples, "MOST_READ", 10)
     monkeypatch.setattr(stored_samples, "MOST_PROCESSES", 4)
     asked: list[str] = []

@@ -1,4 +1,4 @@
-"""Jobs and runs against a plain dictionary: any acts in any order leave both in the same state."""
+"""Tests that any sequence of operations leaves the store in the same state as a plain dictionary."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FINAL = sorted(FINAL_STATES)
 
 @dataclass
 class Expected:
-    """A run as the dictionary knows it."""
+    """A run as the dictionary records it."""
 
     job: str
     key: int
@@ -40,7 +40,7 @@ class Expected:
 
 
 class JobsAndRuns(RuleBasedStateMachine):
-    """Every act is done to the store and to `self.expected`."""
+    """Applies every operation to the store and to `self.expected`."""
 
     jobs = Bundle("jobs")
     runs = Bundle("runs")
@@ -187,7 +187,7 @@ class JobsAndRuns(RuleBasedStateMachine):
 
 
 def test_the_store_agrees_with_a_dictionary(sqlite_template: Path) -> None:
-    """Any interleaving of registering, planning, claiming, renewing, moving, measuring, waiting and deleting."""
+    """Operations register, plan, claim, renew, move, measure, wait and delete in any order."""
     from hypothesis.stateful import run_state_machine_as_test
 
     JobsAndRuns.template = sqlite_template

@@ -1,4 +1,4 @@
-"""Schemas: upgraded from every released one with its data, equal to the tables, and refused when they do not fit."""
+"""Tests that schemas of every release are upgraded with their data, equal the tables, and are refused if wrong."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ writes again whenever the schema changes before it is released."""
 
 
 def restored(asset: Path, url: str) -> sa.Engine:
-    """A database with the asset's schema and rows, built by its own statements."""
+    """Create a database with the schema and rows of the asset, from the asset's statements."""
     statements = [each for each in asset.read_text(encoding="utf-8").split(";\n-- next\n") if each.strip()]
     if "psycopg" not in url:
         connection = sqlite3.connect(url)  # plain, since a dump creates tables in no particular order
@@ -55,14 +55,14 @@ def restored(asset: Path, url: str) -> sa.Engine:
 
 @pytest.mark.parametrize("asset", sorted(ASSETS.glob("*.sqlite.sql")), ids=lambda path: path.name)
 def test_a_released_sqlite_database_is_upgraded_with_its_data(asset: Path, tmp_path: Path) -> None:
-    """What was stored then is read now."""
+    """The upgraded database returns the data that were stored before."""
     engine = restored(asset, str(tmp_path / "old.db"))
     holds_the_examples(engine)
 
 
 @pytest.mark.parametrize("asset", sorted(ASSETS.glob("*.postgres.sql")), ids=lambda path: path.name)
 def test_a_released_postgres_database_is_upgraded_with_its_data(asset: Path, postgres_server: PostgresServer) -> None:
-    """What was stored then is read now."""
+    """The upgraded database returns the data that were stored before."""
     url = postgres_server.create_database()
     engine = restored(asset, url)
     holds_the_examples(engine)
@@ -70,7 +70,7 @@ def test_a_released_postgres_database_is_upgraded_with_its_data(asset: Path, pos
 
 
 def test_kills_in_the_middle_of_a_migration_leave_the_old_schema_or_the_new(tmp_path: Path, forks: ForkServer) -> None:
-    """`kill -9` at every point of a migration of an empty file: the next one finishes."""
+    """A migration of an empty file is killed at many points, and the next migration finishes."""
     for _ in range(2):  # the first waits for the imports of the parent
         began = time.monotonic()
         assert start_migration(forks, tmp_path / f"whole-{_}.db").wait(60) == 0
@@ -98,7 +98,7 @@ def test_kills_in_the_middle_of_a_migration_leave_the_old_schema_or_the_new(tmp_
 def test_a_migration_ends_with_a_sentence_if_another_session_holds_a_table(
     postgres_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind one that waits for ever, every request for the table would wait as well."""
+    """If the migration waited forever, every other request for the table would wait behind it."""
     monkeypatch.setattr(migrations, "LONGEST_WAIT_S", 0.1)
     url = postgres_server.create_database()
     engine = restored(min(ASSETS.glob("*.postgres.sql")), url)
@@ -112,20 +112,20 @@ def test_a_migration_ends_with_a_sentence_if_another_session_holds_a_table(
 
 @pytest.fixture
 def forks() -> Iterator[ForkServer]:
-    """Starts commands of the service at once, so that a kill meets the upgrade and not the imports before it."""
+    """Start a fork server with the service's imports, so that a kill hits the upgrade and not the imports before it."""
     made = ForkServer([*SERVICE, "alembic.command"])
     yield made
     made.close()
 
 
 def start_migration(forks: ForkServer, database: Path) -> ForkedProcess:
-    """`tula migrate`, under way."""
+    """Start `tula migrate`; return the process."""
     arguments = ["-m", "tula_service", "migrate", "--database", str(database)]
     return forks.start(arguments, clean_environment(), database.with_suffix(".log"))
 
 
 def holds_the_examples(engine: sa.Engine) -> None:
-    """Upgrade, then read what `make_asset` once stored, and write on."""
+    """Upgrade the database; then read what `make_asset` stored, and write more."""
     upgrade_schema(engine)
     check_schema(engine)
     store = Store(engine)
@@ -155,13 +155,13 @@ def test_a_sqlite_without_trigrams_is_refused_with_its_version(tmp_path: Path) -
 
 
 def test_the_newest_schema_has_an_asset_for_each_engine() -> None:
-    """A new migration comes with a stored database, so that the next one is tested on it."""
+    """A new migration needs a stored database, so that the next migration is tested on it."""
     for engine in ("sqlite", "postgres"):
         assert (ASSETS / f"{head_revision()}.{engine}.sql").exists()
 
 
 def test_the_newest_asset_has_the_schema_that_migrations_build(tmp_path: Path) -> None:
-    """After a change of the newest migration, `python -m tests.service.store.make_asset` writes it again."""
+    """If the newest migration changes, run `python -m tests.service.store.make_asset`."""
     engine = restored(ASSETS / f"{head_revision()}.sqlite.sql", str(tmp_path / "asset.db"))
     with engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection, opts={"include_name": queried}), METADATA) == []
@@ -169,14 +169,14 @@ def test_the_newest_asset_has_the_schema_that_migrations_build(tmp_path: Path) -
 
 
 def queried(name: str | None, kind: str, _parents: object) -> bool:
-    """False for what `tables.py` leaves out: partitions, and what a search looks up."""
+    """Return False for what `tables.py` leaves out: partitions, and the tables and indexes for searches."""
     return kind not in ("table", "index") or not str(name).startswith(
         ("telemetry_chunks_", "jobs_search", "ix_jobs_trigrams")
     )
 
 
 def test_the_files_of_migrations_are_named_by_their_revisions_in_order() -> None:
-    """The service reads the newest revision from the names, without alembic."""
+    """The service reads the newest revision from the file names, without alembic."""
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS))
     scripts = ScriptDirectory.from_config(config)
@@ -186,16 +186,16 @@ def test_the_files_of_migrations_are_named_by_their_revisions_in_order() -> None
 
 
 def test_migrations_build_exactly_the_tables_that_queries_use(store: Store) -> None:
-    """Nothing but Alembic creates the schema, and it has not drifted from `tables.py`."""
+    """Only Alembic creates the schema, and the schema equals `tables.py`."""
     with store.engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection, opts={"include_name": queried}), METADATA) == []
 
 
 class TestRefusals:
-    """The wrong schema is refused with the command to run."""
+    """Tests that a wrong schema is refused with the command to run."""
 
     def test_an_unknown_schema_names_the_upgrade_of_the_code_and_a_new_database(self, store: Store) -> None:
-        """A later version made it, or none that was released."""
+        """A later version created the schema, or an unreleased one."""
         with store.transaction() as tx:
             tx.connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
         for attempt in (check_schema, upgrade_schema):
@@ -218,7 +218,7 @@ class TestRefusals:
 
 
 def test_a_new_file_is_empty_and_a_migrated_one_is_not(tmp_path: Path, sqlite_template: Path) -> None:
-    """Which is how `tula serve` knows that it may create the schema unasked."""
+    """By this, `tula serve` knows that it may create the schema without being asked."""
     new = open_engine(str(tmp_path / "new.db"))
     assert is_empty(new)
     new.dispose()
@@ -230,13 +230,13 @@ def test_a_new_file_is_empty_and_a_migrated_one_is_not(tmp_path: Path, sqlite_te
 
 @pytest.mark.parametrize("url", ["mysql://x/y", "sqlite://", "sqlite:///:memory:", "postgresql//nonsense://"])
 def test_other_databases_are_refused_with_what_to_give(url: str) -> None:
-    """Before anything is opened."""
+    """The URL is refused before anything is opened."""
     with pytest.raises(InvalidInput, match=r"path|SQLite|postgresql"):
         open_engine(url)
 
 
 def test_sqlite_is_opened_so_that_an_acknowledgement_survives_a_power_cut(sqlite_store: Store) -> None:
-    """WAL with full sync: a commit returns after fsync."""
+    """With WAL and full synchronisation, a commit returns after fsync."""
     with sqlite_store.engine.connect() as connection:
         settings = {
             name: connection.exec_driver_sql(f"PRAGMA {name}").scalar()

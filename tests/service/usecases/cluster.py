@@ -1,4 +1,4 @@
-"""A cluster whose speed is known, worked through the use cases as a launcher and an agent would."""
+"""Simulates a cluster with a known step time, which calls the use cases as a launcher and an agent would."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPEN = frozenset({"pending", "claimed", "running"})
 
 
 def spec(**changes: Any) -> wire.JobSpec:
-    """A job of 100,000 examples on up to 8 nodes of 2 ranks, at 3 USD a node-hour."""
+    """Return a job of 100,000 examples on up to 8 nodes of 2 ranks, at 3 USD per node-hour."""
     body: dict[str, Any] = {
         "name": "job",
         "model": {"name": "net"},
@@ -34,7 +34,7 @@ def spec(**changes: Any) -> wire.JobSpec:
 
 
 def overlapping(c: wire.Configuration, *, bandwidth: float = 1.0) -> float:
-    """Seconds a step: compute that grows with the batch, communication over links that hides behind it."""
+    """Return the step time in seconds: compute grows with the batch and hides communication over the links."""
     compute = 0.010 + 0.0005 * c.local_batch_size
     world = c.world_size
     ring = 0.06 * 2 * (world - 1) / world * (1.0 if c.num_nodes > 1 else 0.2) / bandwidth
@@ -43,7 +43,7 @@ def overlapping(c: wire.Configuration, *, bandwidth: float = 1.0) -> float:
 
 @dataclass
 class Cluster:
-    """Runs whatever the plan asks for; `noise` is the relative spread of a step, `capacity_bytes` that of a rank."""
+    """Runs what the plan asks for; `noise` is the relative spread of a step, `capacity_bytes` the memory of a rank."""
 
     store: Store
     step_time: Callable[[wire.Configuration], float] = overlapping
@@ -64,7 +64,7 @@ class Cluster:
         return jobs.register(self.store, self.principal, wanted or spec(), **options)
 
     def work(self, job_id: str, *, most: int = 100) -> list[wire.Run]:
-        """Claim and finish runs until the plan has no more (or `most`)."""
+        """Claim and finish runs until the plan has no more, or up to `most` runs."""
         done = []
         while len(done) < most:
             claimed = runs.claim(self.store, self.principal, job_id, wire.ClaimRequest(holder="launcher")).run
@@ -85,7 +85,7 @@ class Cluster:
         return self.patch(run.id, "succeeded")
 
     def times(self, configuration: wire.Configuration, steps: int) -> np.ndarray[Any, Any]:
-        """Step times as this cluster would measure them."""
+        """Return step times as this cluster would measure them."""
         return self.step_time(configuration) * np.exp(self.noise * self.random.standard_normal(steps))
 
     def send(
@@ -109,7 +109,7 @@ class Cluster:
         return self.ingest.store(self.principal, run.id, wire.SampleBatch.model_validate(body | more))
 
     def report(self, run: wire.Run, *, first_step: int = 0, **columns: Sequence[float]) -> None:
-        """Store telemetry of rank 0, one value a step from `first_step` on."""
+        """Store telemetry of rank 0, with one value per step from `first_step` on."""
         values = np.array(list(columns.values()), np.float64)
         steps = np.arange(first_step, first_step + values.shape[1])
         with self.store.transaction() as tx:
@@ -128,14 +128,14 @@ class Cluster:
         return self.patch(run.id, "running")
 
     def recommendation(self, job_id: str, objective: str | None = None) -> wire.Recommendation:
-        """What the service recommends now."""
+        """Return the current recommendation of the service."""
         return wire.read(wire.Recommendation, recommendations.get(self.store, self.principal, job_id, objective))
 
     def job(self, job_id: str) -> wire.Job:
-        """The job."""
+        """Return the job."""
         return jobs.get(self.store, self.principal, job_id)
 
     def events(self, job_id: str, kind: str) -> list[dict[str, Any]]:
-        """The data of events of this kind, oldest first."""
+        """Return the data of all events of this kind, the oldest first."""
         with self.store.reading() as tx:
             return [event.data for event in tx.events.after(job_id, 0, limit=1000) if event.kind == kind]

@@ -1,4 +1,4 @@
-"""A known cluster on an embedded database."""
+"""Provides a cluster with a known step time, on an embedded database."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tula_service.store import Store
 
 @pytest.fixture
 def cluster(sqlite_store: Store) -> Cluster:
-    """A cluster whose truth is `overlapping`."""
+    """Return a cluster with the step time `overlapping`."""
     return Cluster(sqlite_store)
 
 
 @pytest.fixture(scope="session")
 def profiled_database(sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Cluster, str]:
-    """The database of a job whose plan is done, made once; the cluster that did it, its store closed; the job's id."""
+    """Create the database of a job whose plan is done; return its path, the cluster (store closed), the job's id."""
     path = tmp_path_factory.mktemp("profiled") / "tula.db"
     shutil.copy(sqlite_template, path)
     store = Store.open(f"sqlite:///{path}", now=ManualClock())
@@ -40,7 +40,7 @@ def profiled(
     clock: ManualClock,
     open_store: Callable[..., Store],
 ) -> tuple[Cluster, str]:
-    """A job whose plan is done, in a copy of `profiled_database` of the test's own."""
+    """Return the cluster and id of a job whose plan is done, in a separate copy of `profiled_database`."""
     path, before, job_id = profiled_database
     shutil.copy(path, sqlite_url.removeprefix("sqlite:///"))
     cluster = Cluster(open_store(sqlite_url, now=clock))

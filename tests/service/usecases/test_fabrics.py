@@ -1,4 +1,4 @@
-"""Probes are kept by project, bounded, make open plans stale, and predict the communication of jobs on such nodes."""
+"""Tests that probes are kept per project, bounded, make open plans stale, and predict communication on such nodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tula_service.usecases.job_data import load_job_data
 
 
 def probe(alpha: float = 1e-4, beta: float = 1e-9, **changes: Any) -> wire.FabricProbe:
-    """Two nodes of two ranks that reduce in exactly alpha + beta s."""
+    """Return a probe of two nodes with two ranks each, on which a reduction takes exactly alpha + beta s."""
     readings = [{"size_bytes": size, "time_s": alpha + beta * size, "repeats": 10} for size in (2**10, 2**18, 2**26)]
     body = {"backend": "gloo", "num_nodes": 2, "ranks_per_node": 2, "all_ranks": readings}
     return wire.FabricProbe.model_validate(body | changes)
@@ -70,7 +70,7 @@ def test_a_probe_that_cannot_be_is_refused(changes: dict[str, Any], said: str) -
 
 
 def ring_s(alpha: float, beta: float, nodes: int, ranks: int, size_bytes: float) -> float:
-    """A step's collectives over a ring through all ranks, as a probe of two nodes with `alpha`, `beta` implies them."""
+    """Return the seconds of a step's collectives over a ring of all ranks, as implied by a probe of two nodes."""
     world, probed = nodes * ranks, 2 * ranks
     hops, buckets = (world - 1) / (probed - 1), np.ceil(size_bytes / (25 * 2**20))
     return float(buckets * alpha * hops + beta * size_bytes * hops * probed / world)
@@ -81,26 +81,26 @@ ALPHA, BETA = 2e-3, 4e-9
 
 
 def simulated(c: wire.Configuration) -> float:
-    """Seconds a step of a job whose communication is slow and partly hidden."""
+    """Return the step time of a job in seconds, with slow communication that is partly hidden."""
     compute = 0.05 + 0.001 * c.local_batch_size
     comm = ring_s(ALPHA, BETA, c.num_nodes, c.ranks_per_node, 4.0 * PARAMETERS) if c.num_nodes > 1 else 0.0
     return float((compute**1.3 + comm**1.3) ** (1 / 1.3))
 
 
 def network(alpha: float = ALPHA, beta: float = BETA, **changes: Any) -> wire.FabricProbe:
-    """A probe of two nodes of the simulated cluster."""
+    """Return a probe of two nodes of the simulated cluster."""
     nodes = {"instance_type": "a", "accelerator": "V100", "network_gbps": 25, "ranks_per_node": 1}
     return probe(alpha, beta, **nodes | changes)
 
 
 def measure(cluster: Cluster, job_id: str, configuration: wire.Configuration) -> None:
-    """A profiling run that the plan did not ask for."""
+    """Execute a profiling run that the plan did not ask for."""
     wanted = wire.RunCreate(kind="profile", configuration=configuration, holder="launcher")
     cluster.execute(runs.create(cluster.store, cluster.principal, job_id, wanted))
 
 
 def one_node_job(cluster: Cluster, **on: Any) -> str:
-    """A job that has profiled one node at two batches; its id."""
+    """Create a job that has profiled one node with two batches; return its id."""
     nodes = {"instance_type": "a", "max_nodes": 8, "accelerator": "V100", "network_gbps": 25} | on
     model = {"name": "net", "parameters": PARAMETERS}
     job_id = cluster.register(spec(cluster=nodes, model=model)).job.id
@@ -182,7 +182,7 @@ def test_after_a_probe_one_launch_on_one_node_recommends_over_all_clusters(clust
 
 
 def test_a_job_does_not_teach_the_probe_that_it_used(cluster: Cluster) -> None:
-    """Two jobs on one node after one probe would otherwise count as two that measured the network."""
+    """Otherwise two jobs on one node after one probe would count as two measurements of the network."""
     cluster.step_time = simulated
     job_id = one_node_job(cluster)
     before = export_posteriors(answer_of(cluster, job_id).model)["a"]
@@ -194,7 +194,7 @@ def test_a_job_does_not_teach_the_probe_that_it_used(cluster: Cluster) -> None:
 
 
 def links(nodes: int, ranks: int, **changes: Any) -> dict[str, Any]:
-    """What the ranks of a run report."""
+    """Return the readings that the ranks of a run report."""
     return probe(num_nodes=nodes, ranks_per_node=ranks, **changes).model_dump(include=set(wire.AllReduces.model_fields))
 
 
@@ -227,7 +227,7 @@ def test_the_first_run_on_so_many_ranks_probes_their_links_and_the_next_need_not
 
 
 def test_what_a_run_measured_counts_for_another_job_once_a_third_agrees(cluster: Cluster) -> None:
-    """Else the token of one job's agents would change the answers of others."""
+    """Otherwise the agents of one job could change the predictions for other jobs."""
     nodes = {"instance_type": "a", "max_nodes": 8, "accelerator": "V100", "network_gbps": 25}
     first, second, third = (cluster.register(spec(cluster=nodes, epochs=n)).job.id for n in (1, 2, 3))
 
@@ -271,7 +271,7 @@ def test_a_launcher_that_claims_is_asked_for_a_probe(cluster: Cluster) -> None:
 
 
 def test_the_largest_model_has_a_bounded_number_of_buckets() -> None:
-    """2**50 parameters in buckets of 25 MiB were gigabytes, and half a minute of each registration."""
+    """Without a bound, 2**50 parameters in buckets of 25 MiB took gigabytes, and half a minute of each registration."""
     largest, ordinary = Buckets.of(4.0 * 2**50), Buckets.of(4.0 * 2**40)
     assert (largest.size_bytes.size, ordinary.size_bytes.size) == (100_000, 100_000)
     assert largest.size_bytes.sum() == pytest.approx(4.0 * 2**50)

@@ -1,4 +1,4 @@
-"""Jobs: one job however often it is sent, and one clear sentence for what cannot be meant."""
+"""Tests that a job is registered once however often it is sent, and that an impossible job gets one clear sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A shared launch: the runs of one cluster are leased together, measured by one launch, and counted as one."""
+"""Tests shared launches: the runs of one cluster are leased together, measured by one launch, and counted as one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def shared(**more: object) -> wire.JobSpec:
 
 
 def claim(cluster: Cluster, job_id: str) -> list[wire.Run]:
-    """The runs of the next launch, the smallest batch first."""
+    """Return the runs of the next launch, the smallest batch first."""
     request = wire.ClaimRequest(holder="launcher", lease_s=60, whole_launch=True)
     claimed = runs.claim(cluster.store, ANONYMOUS, job_id, request)
     return [] if claimed.run is None else [*claimed.smaller, claimed.run]
 
 
 def work(cluster: Cluster, job_id: str) -> list[list[wire.Run]]:
-    """Launch until the plan is done; the runs of each launch."""
+    """Execute launches until the plan is done; return the runs of each launch."""
     launches = []
     while leased := claim(cluster, job_id):
         launches.append(leased)

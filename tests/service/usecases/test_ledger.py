@@ -1,4 +1,4 @@
-"""The ledger: predictions, the measurements that followed, and how calibration learns from both."""
+"""Tests the ledger: predictions, the measurements that followed, and how they calibrate intervals."""
 
 from __future__ import annotations
 

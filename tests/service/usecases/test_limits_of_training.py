@@ -1,4 +1,4 @@
-"""What is left of a training is counted from its checkpoint, not from the start of its process."""
+"""Tests that the remaining steps of training are counted from its checkpoint, not from the start of its process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ LARGE = wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=128)
 
 
 def registered(cluster: Cluster, **limits: float | str) -> str:
-    """A job of 10 epochs over 100,000 examples with these limits, of which one configuration was profiled."""
+    """Register a job of 10 epochs over 100,000 examples with these limits; profile one configuration; return its id."""
     job_id = cluster.register(spec(limits=limits, profiling={"share_launches": False, "max_runs": 1})).job.id
     cluster.work(job_id)
     return job_id
 
 
 def send(cluster: Cluster, run: wire.Run, first_step: int, *, steps: int = 10, epochs_before: float = 0.0) -> None:
-    """Steps of a second each, from `first_step` on, as a process numbers them that began `epochs_before` in."""
+    """Send steps of a second each, from `first_step` on, of a process that began after `epochs_before` epochs."""
     numbers = list(range(first_step, first_step + steps))
     cluster.send(run, [1.0] * steps, step=numbers, epochs_before=epochs_before)
 

@@ -1,4 +1,4 @@
-"""Training monitored live: changes of speed found soon and never without cause, and limits that will not hold."""
+"""Tests live monitoring: it soon finds changes of speed, raises no false alarm, and announces limits that will fail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.service.usecases.cluster import Cluster, overlapping, spec
 
 @pytest.fixture
 def trained(profiled: tuple[Cluster, str]) -> tuple[Cluster, str, wire.Run]:
-    """A profiled job with its recommended configuration in training."""
+    """Start training with the recommended configuration of a profiled job; return cluster, job and run."""
     cluster, job_id = profiled
     chosen = cluster.recommendation(job_id).chosen
     assert chosen is not None
@@ -21,7 +21,7 @@ def trained(profiled: tuple[Cluster, str]) -> tuple[Cluster, str, wire.Run]:
 
 
 def feed(cluster: Cluster, run: wire.Run, steps: int, *, batch: int = 10) -> None:
-    """Train on, in batches as an agent ships them."""
+    """Continue training, and send samples in batches as an agent does."""
     for _ in range(steps // batch):
         cluster.send(run, cluster.times(run.configuration, batch))
 
@@ -35,7 +35,7 @@ def test_steady_training_never_drifts(trained: tuple[Cluster, str, wire.Run]) ->
 
 
 def test_rows_that_are_resent_are_not_observed_again(trained: tuple[Cluster, str, wire.Run]) -> None:
-    """Three slow steps are no drift, however often they arrive; the detector needs 15."""
+    """Three slow steps do not count as a drift, however often they arrive; the detector needs 15."""
     cluster, job_id, run = trained
     feed(cluster, run, 100)
     slow = 10.0 * cluster.times(run.configuration, 3)
@@ -64,7 +64,7 @@ def test_links_at_a_quarter_are_noticed_within_50_steps(trained: tuple[Cluster, 
 
 
 def test_a_change_of_speed_leaves_earlier_measurements_as_they_were(trained: tuple[Cluster, str, wire.Run]) -> None:
-    """Predictions stay those of the speed that was profiled, and say so; the run that mixes both enters no fit."""
+    """Predictions remain those of the profiled speed, and say so; the run that contains both speeds enters no fit."""
     cluster, job_id, run = trained
     before = cluster.recommendation(job_id)
     feed(cluster, run, 50)
@@ -145,7 +145,7 @@ def test_a_half_recovery_says_what_the_speed_became_and_how_it_compares(
 def test_a_training_that_was_restarted_recovers_to_what_was_profiled(
     trained: tuple[Cluster, str, wire.Run], local_batch_size: int | None
 ) -> None:
-    """On the same configuration or another one: the change of the first run entered no prediction."""
+    """This holds for the same configuration and another one, since the slow first run enters no prediction."""
     cluster, job_id, first = trained
     feed(cluster, first, 50)
     cluster.step_time = partial(overlapping, bandwidth=0.25)

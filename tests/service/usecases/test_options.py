@@ -1,4 +1,4 @@
-"""Options of a job: launched one after another after the base, worth what they measure, never recommended unseen."""
+"""Tests options of a job: launched one by one after the base, and never recommended without a measurement."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FACTORS = {"bf16": 0.5, "on": 0.95}
 
 
 def switched(c: wire.Configuration) -> float:
-    """Seconds a step: bf16 halves it, and compilation takes 5 % off."""
+    """Return the step time in seconds, which bf16 halves and compilation shortens by 5 %."""
     factor = 1.0
     for _, word in c.options:
         factor *= FACTORS.get(word, 1.0)
@@ -32,7 +32,7 @@ def switched(c: wire.Configuration) -> float:
 
 
 def worked(cluster: Cluster, /, **changes: Any) -> wire.Recommendation:
-    """The recommendation of a job with options whose plan is done."""
+    """Run the whole plan of a job with options; return its recommendation."""
     cluster.step_time = switched
     job_id = cluster.register(spec(**({"options": OPTIONS} | changes))).job.id
     cluster.work(job_id)
@@ -40,14 +40,14 @@ def worked(cluster: Cluster, /, **changes: Any) -> wire.Recommendation:
 
 
 def launches(cluster: Cluster) -> list[tuple[object, ...]]:
-    """Cluster and options of each launch, in the order in which they ran."""
+    """Return the number of nodes and the options of each launch, in the order of the launches."""
     ran = [(c.num_nodes, c.options) for c in cluster.ran]
     return [one for one, before in zip(ran, [None, *ran], strict=False) if one != before]
 
 
 @pytest.fixture(scope="module")
 def finished(sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Cluster, wire.Recommendation]:
-    """The cluster and the recommendation of a job with two options whose plan is done."""
+    """Return the cluster and the recommendation of a job with two options whose plan is done."""
     path = tmp_path_factory.mktemp("options") / "tula.db"
     shutil.copy(sqlite_template, path)
     store = Store.open(f"sqlite:///{path}", now=ManualClock())

@@ -1,4 +1,4 @@
-"""Out of memory: it bounds the batch, unless a larger one fitted; where nothing is left, memory is named."""
+"""Tests that an out-of-memory bounds the batch unless a larger one fitted; if nothing is left, memory is the reason."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ GIB = 2**30
 
 
 def own(cluster: Cluster, job_id: str, nodes: int, batch: int, *, kind: str = "profile") -> wire.Run:
-    """A run outside the plan, claimed."""
+    """Create a claimed run outside the plan."""
     configuration = wire.Configuration(num_nodes=nodes, ranks_per_node=2, local_batch_size=batch)
     request = wire.RunCreate.model_validate({"kind": kind, "configuration": configuration, "holder": "launcher"})
     return runs.create(cluster.store, ANONYMOUS, job_id, request)
 
 
 def ran_out(cluster: Cluster, run: wire.Run) -> None:
-    """It ran out of memory."""
+    """Report that the run has ended with an out-of-memory error."""
     cluster.patch(run.id, "running")
     cluster.patch(run.id, "out_of_memory")
 

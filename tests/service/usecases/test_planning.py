@@ -1,4 +1,4 @@
-"""The plan continues until the choice is stable, learns from memory, repeats nothing and says why it stopped."""
+"""Tests that the plan continues until the choice is stable, uses memory readings, and says why it ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALL = {"max_nodes": 2, "ranks_per_node": 2, "price": {"usd_per_node_hour": 3.0
 
 
 def regret(cluster: Cluster, answer: wire.Recommendation) -> float:
-    """How much longer the recommended configuration truly takes than the best candidate, as a share."""
+    """Return how much longer the recommended configuration truly takes than the best candidate, as a share."""
 
     def truth(c: wire.Configuration) -> float:
         return cluster.step_time(c) / c.global_batch_size
@@ -201,7 +201,7 @@ def test_when_even_the_smallest_batch_runs_out_of_memory_the_answer_says_what_to
 
 
 def measure(cluster: Cluster, job_id: str, configuration: wire.Configuration) -> wire.Run:
-    """A run of the user's own, measured."""
+    """Measure a run that the user has chosen."""
     request = wire.RunCreate(kind="profile", configuration=configuration, holder="launcher")
     return cluster.execute(runs.create(cluster.store, ANONYMOUS, job_id, request))
 

@@ -1,4 +1,4 @@
-"""Questions about configurations, prices and limits that are not the job's own."""
+"""Tests predictions for configurations, prices and limits that differ from the job's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tula_service.usecases.access import ANONYMOUS
 
 
 def ask(cluster: Cluster, job_id: str, **question: Any) -> wire.Predictions:
-    """A what-if."""
+    """Return the answer to a what-if question."""
     return wire.read(wire.Predictions, recommendations.predict(cluster.store, ANONYMOUS, job_id, WhatIf(**question)))
 
 

@@ -1,4 +1,4 @@
-"""What profiling takes is known before its first launch, and follows the launches that have ended."""
+"""Tests that the cost of profiling is known before the first launch, and is updated after each launch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RANKS = 2
 def run(
     batch: int, state: str, began_s: float | None = None, took_s: float | None = None, *, nodes: int = 1, **more: object
 ) -> RunRecord:
-    """A profiling run of 1 + 5 steps on one node of two ranks, which began and ended as given."""
+    """Return a profiling run of 1 + 5 steps on one node of two ranks, which began and ended as given."""
     started = None if began_s is None else BEGAN + timedelta(seconds=began_s)
     facts: dict[str, Any] = {field.name: None for field in fields(RunRecord)}
     facts |= {
@@ -65,7 +65,7 @@ def test_before_the_first_launch_steps_are_as_predicted_and_its_start_up_is_assu
 
 
 def test_a_launch_discards_three_steps_at_most_of_each_batch_but_its_first() -> None:
-    """As the agent does: 5 + 5 steps of the first and 3 + 5 of each further one."""
+    """Like the agent, the first batch takes 5 + 5 steps, and each further batch 3 + 5."""
     instruction = INSTRUCTION | {"profiling_warmup_steps": 5}
     waiting = [run(b, "pending", predicted_step_time_s=1.0, instruction=instruction) for b in (64, 32, 16)]
     assert cost(waiting).left_s == pytest.approx(30 + 10 + 8 + 8)
@@ -121,7 +121,7 @@ def test_a_launch_in_progress_has_less_left_and_what_ended_in_it_is_not_to_come(
 
 
 def test_a_launch_that_died_ends_with_its_lease_and_is_to_come_again() -> None:
-    """Its run stays `running` until the next claim, which may be days later."""
+    """The run stays `running` until the next claim, which may be days later."""
     expires = BEGAN + timedelta(seconds=220)
     died = run(64, "running", 100, nodes=2, predicted_step_time_s=2.0, lease_expires_at=expires)
     alive = cost([*LAUNCH, died], now_s=219)

@@ -1,4 +1,4 @@
-"""The recommendation: computed once per version, says what it rests on, and stays in the ledger."""
+"""Tests that a recommendation is computed once per version, names its basis, and remains in the ledger."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_a_price_per_gb_hour_waits_for_memory_and_then_counts_every_ranks_peak(
 
 
 def test_at_a_price_per_gb_hour_the_plan_continues_if_no_run_reports_its_memory(cluster: Cluster) -> None:
-    """What is recommended by node-hours is measured like any other choice."""
+    """A recommendation by node-hours is measured like any other choice."""
     nodes = {"max_nodes": 8, "ranks_per_node": 2, "price": {"usd_per_gb_hour": 0.1}}
     job_id = cluster.register(spec(objective="cost", cluster=nodes)).job.id
     request = wire.ClaimRequest(holder="launcher")
@@ -311,7 +311,7 @@ def test_an_earlier_job_on_the_same_hardware_gives_a_better_start(cluster: Clust
 def test_recomputed_activations_lengthen_the_first_guess_by_a_third_of_compute(
     cluster: Cluster, precision: str | None
 ) -> None:
-    """The second forward pass computes and moves as much as the first, with a precision and without."""
+    """The second forward pass takes as long as the first, with and without a given precision."""
 
     def compute_s(**model: object) -> float:
         answer = cluster.register(
@@ -456,7 +456,7 @@ def test_the_cross_validated_error_is_of_the_runs_and_the_model_of_the_answer(cl
 def test_an_answer_that_cannot_be_stored_is_given_all_the_same(
     profiled: tuple[Cluster, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk, or a replica whose database role only reads."""
+    """The disk may be full, or the database role of a replica may be read-only."""
     cluster, job_id = profiled
     stored = wire.read(wire.Recommendation, recommendations.get(cluster.store, ANONYMOUS, job_id))
 

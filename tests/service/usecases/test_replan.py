@@ -1,4 +1,4 @@
-"""Fits and searches run on a read-only snapshot, and what they find is stored once or not at all."""
+"""Tests that fits and searches use a read-only snapshot, and that their results are stored once or not at all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPEN = ("pending", "claimed", "running")
 
 
 class WriteTracker(Store):
-    """A store that knows, by thread, whether a writing transaction is open."""
+    """A store that records for each thread whether a writing transaction is open."""
 
     writing = threading.local()
 
@@ -79,7 +79,7 @@ def test_no_fit_and_no_search_holds_a_connection(store: Store, monkeypatch: pyte
 def test_no_fit_holds_the_database_when_data_change_faster_than_it_takes(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A training that reports all the time must not wait for a request of its recommendation."""
+    """A training run that reports all the time must not wait for a request of its recommendation."""
     tracked = WriteTracker(store.engine)
     cluster = Cluster(tracked)
     job_id = cluster.register().job.id
@@ -158,7 +158,7 @@ def test_an_answer_is_computed_again_if_the_job_changed_meanwhile(
 
 
 def test_measurements_during_a_computation_do_not_delay_the_plan(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training beside profiling reports all the time: what it reports is for the next plan."""
+    """Training during profiling reports all the time, and these reports count only for the next plan."""
     tracked = WriteTracker(store.engine)
     cluster = Cluster(tracked)
     job_id = cluster.register().job.id

@@ -1,4 +1,4 @@
-"""Runs: leased to one holder, moved only where they may go, and never lost."""
+"""Tests that runs are leased to one holder, change only between permitted states, and are never lost."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SMALL = wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=128)
 
 
 def claim(cluster: Cluster, job_id: str, holder: str = "launcher", **more: object) -> wire.RunClaimed:
-    """Ask for work."""
+    """Claim the next run."""
     request = wire.ClaimRequest.model_validate({"holder": holder, **more})
     return runs.claim(cluster.store, ANONYMOUS, job_id, request)
 
 
 def claimed(cluster: Cluster, **more: object) -> wire.Run:
-    """A claimed run of a new job."""
+    """Register a new job; return a claimed run of it."""
     run = claim(cluster, cluster.register().job.id, **more).run
     assert run is not None
     return run
@@ -98,7 +98,7 @@ def test_agents_of_a_lease_that_is_over_are_told_so_and_change_nothing(store: St
 
 
 def test_ranks_on_one_machine_are_the_nodes_of_a_job_of_one_rank_a_node(cluster: Cluster) -> None:
-    """As an agent registers itself under `TULA_JOB`; the job was tuned with a node for each rank."""
+    """An agent registers one node with two ranks under `TULA_JOB`, but the job was tuned with one rank per node."""
     job_id = cluster.register(spec(cluster={"instance_type": "a", "max_nodes": 4})).job.id
     seen = wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=64)
     made = runs.create(cluster.store, ANONYMOUS, job_id, wire.RunCreate(kind="train", configuration=seen))
@@ -166,7 +166,7 @@ def test_a_command_that_never_calls_the_agent_fails_with_the_remedy(cluster: Clu
 
 
 def test_a_command_that_ends_within_its_warm_up_fails_with_the_remedy(cluster: Cluster) -> None:
-    """It counted as done, and the plan asked for it again without end."""
+    """Such a command once counted as done, and the plan asked for it again forever."""
     run = claimed(cluster)
     cluster.patch(run.id, "running")
     cluster.send(run, [0.1] * 10, warmup=True)
@@ -189,7 +189,7 @@ def test_a_profiling_run_may_end_once_its_step_time_is_known(cluster: Cluster) -
 
 
 def test_a_profiling_run_that_was_slow_to_start_measures_for_longer(cluster: Cluster, clock: ManualClock) -> None:
-    """A tenth of a start of 100 s: eight alike steps of a second are too few, ten more are enough."""
+    """A run measures a tenth of its start of 100 s: eight equal steps of a second are too few, ten more are enough."""
     run = claimed(cluster)
     cluster.patch(run.id, "running")
     clock.advance(109)
@@ -227,7 +227,7 @@ def test_a_run_has_a_value_of_each_option_and_none_that_the_job_lacks(cluster: C
 
 
 def test_a_run_without_an_instance_type_is_of_the_only_one_that_it_can_be(cluster: Cluster) -> None:
-    """An agent that makes its run knows ranks and batch, but not how the job calls its machines."""
+    """An agent that creates its run knows ranks and batch, but not how the job names its machines."""
     rows = [{"max_nodes": 2, "instance_type": name, "ranks_per_node": ranks} for name, ranks in (("a", 8), ("b", 4))]
     both = cluster.register(spec(name="both", cluster=rows)).job.id
     one = cluster.register(spec(name="one", cluster=rows[0])).job.id

@@ -1,4 +1,4 @@
-"""The gradient-scaling values that users set are kept by job and policy, with a version."""
+"""Tests that the gradient-scaling values that users set are stored by job and policy, with a version."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def job_id(cluster: Cluster) -> str:
 
 
 def current(cluster: Cluster, job_id: str, policy: wire.ScalingPolicy = "gain") -> wire.ScalingThresholds:
-    """Return the numbers that an agent gets."""
+    """Return the values that an agent gets."""
     return scaling.current(cluster.store, ANONYMOUS, job_id, policy)
 
 

@@ -1,4 +1,4 @@
-"""A browser's session ends for good: at sign-out, for streams that are open too, and the oldest of too many."""
+"""Tests that a browser's session ends at sign-out, also for open streams, and that the oldest of too many ends."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tula_wire.bounds import LAUNCH_TOKEN_S
 
 @pytest.fixture
 def token(store: Store) -> Principal:
-    """Whom a token lets in."""
+    """Return the principal of a new token."""
     secret = issue_token(store, ANONYMOUS, name="reader", scope="read").secret
     return Access(store, cache_s=0.0, tokenless_allowed=False).authenticate(secret)
 
 
 def signed_in(store: Store, token: Principal) -> tuple[str, Principal]:
-    """The secret of a new session, and whom it lets in."""
+    """Return the secret of a new session, and its principal."""
     secret = open_session(store, token)
     return secret, Access(store, cache_s=0.0, tokenless_allowed=False).authenticate(secret)
 

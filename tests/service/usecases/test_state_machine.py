@@ -1,4 +1,4 @@
-"""Jobs and runs under any order of requests behave as a plain dictionary of states says they should."""
+"""Tests that jobs and runs agree with a plain dictionary of states under any sequence of requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HOLDERS = ("one", "two")
 
 
 class Machine(RuleBasedStateMachine):
-    """Two launchers work on one job, in any order, with time passing; `expected` is what each run must be."""
+    """Simulates two launchers that work on one job in any order over time; `expected` has the state of each run."""
 
     claimed = Bundle("claimed")
     template: Path
@@ -44,7 +44,7 @@ class Machine(RuleBasedStateMachine):
         self.finished: dict[str, str] = {}
 
     def teardown(self) -> None:
-        """Leave nothing behind."""
+        """Close the store and remove its files."""
         self.store.close()
         shutil.rmtree(self.folder)
 

@@ -1,4 +1,4 @@
-"""What a job learns from earlier jobs of its project: each network counts once on each device."""
+"""Tests what a job learns from earlier jobs of its project; each network counts once on each device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Charts that compare predicted with measured step times, for one job or all, and show the coverage of intervals."""
+"""Draws charts of predicted against measured step times, for one job or all, and of the coverage of intervals."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def calibration(entries: Sequence[LedgerEntry]) -> Spec:
 def _score(entry: LedgerEntry) -> float | None:
     """Return the deviation of the measurement from the prediction in standard deviations, or None if unknown.
 
-    The standard deviation is that of the logarithm on the measurement's side of the interval.
+    The deviation is computed from logarithms. The end of the interval on the measurement's side gives the standard
+    deviation.
     """
     predicted, measured = entry.predicted_step_time_s, entry.measured_step_time_s
     if predicted is None or measured is None or not 0 < predicted.low < predicted.value < predicted.high:

@@ -1,4 +1,4 @@
-"""Charts of a job's candidates: time against cost, time or memory against batch size, and the parts of a step."""
+"""Draws charts of a job's candidates: time against cost, time or memory against batch size, and parts of a step."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def frontier(job: Job, recommendation: Recommendation) -> Spec:
         "width": WIDTH,
         "height": HEIGHT,
     }
-    subtitle = "On the line, no other is both faster and cheaper; crosses: 90 % intervals; filled points: profiled"
+    subtitle = "Line: best trade-offs between time and cost; crosses: 90 % intervals; filled points: profiled"
     if not priced:
         subtitle += "; node-hours replace the cost, since there are no prices"
     best = [{"x": row["x"], "y": row["y"]} for row in rows if row["best"]]
@@ -243,7 +243,7 @@ def _ruled(recommendation: Recommendation, batches: Sequence[int]) -> list[Row]:
 
 
 def _rules(ruled: list[Row]) -> list[Spec]:
-    """Return layers with a vertical rule for each row, whose label is on the wider side and on a separate line."""
+    """Return layers with a vertical rule for each row; its label has its own line, on the side with more space."""
     layers: list[Spec] = []
     for row in ruled:
         side: dict[str, Any] = {"align": "right", "dx": -5} if row["left"] else {"align": "left", "dx": 5}
@@ -351,7 +351,7 @@ def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
         height={"step": _BAR},
     )
     return vega.finish(
-        chart, title, "Predicted, for one step with the global batch size named", {"parts": rows, "labels": labels}
+        chart, title, "Predicted, for one step at the global batch size shown", {"parts": rows, "labels": labels}
     )
 
 
@@ -377,7 +377,7 @@ def options(job: Job, recommendation: Recommendation) -> Spec:
     ]
     if not rows:
         none = "No run has been measured yet" if job.spec.options else "The job has no options"
-        return vega.message(title, f"{none}. To compare words of the launch command, list them under [options].")
+        return vega.message(title, f"{none}. To compare placeholder values, list them under [options].")
     names, drawn = list(dict.fromkeys(row["option"] for row in rows)), {row["quantity"] for row in rows}
     quantities = [quantity for quantity in _QUANTITIES if quantity in drawn]
     at = {
@@ -418,8 +418,9 @@ def _interesting(recommendation: Recommendation) -> list[Candidate]:
 def _by_cluster(candidates: Iterable[Candidate], *, lines: bool) -> tuple[Spec, Spec]:
     """Return two encodings by instance type and number of nodes: the colour, and the dash of lines or shape of points.
 
-    The colour shows the number of nodes. The dash also shows it, for readers who cannot distinguish the colours, unless
-    there are several instance types, which the dash then shows.
+    The colour shows the number of nodes. If there are several instance types, the dash shows the instance type;
+    otherwise, it also shows the number of nodes, for readers who cannot distinguish the colours. Each cluster has its
+    own shape.
     """
     seen = {(c.configuration.instance_type, c.configuration.num_nodes): c.configuration for c in candidates}
     types, sizes = sorted({kind for kind, _ in seen}), sorted({size for _, size in seen})

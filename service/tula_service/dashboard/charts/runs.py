@@ -1,4 +1,4 @@
-"""Charts of runs: downsampled telemetry over steps, memory by rank, and a comparison of training runs by one column."""
+"""Draws charts of runs: downsampled telemetry by step, memory by rank, and a column compared over training runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Panel(NamedTuple):
 _CHARTS: Final[dict[str, tuple[str, str, tuple[Panel, ...]]]] = {
     "step_time": (
         "step time",
-        "The agent reports every step of a training.",
+        "The agent reports every step of a training run.",
         (Panel("Step time", ("step_time_s",)), Panel("Wait for the slowest rank", ("skew_s",))),
     ),
     "memory": (
@@ -182,7 +182,7 @@ def _level(column: str, unit: Unit, run: Run) -> list[Spec]:
 
 
 def _rows(series: TelemetrySeries, unit: Unit) -> list[Row]:
-    """Return the values in `unit`, with six digits, since more are not visible and would double the size.
+    """Return the values in `unit`, rounded to six digits; more would not be visible and would double the size.
 
     Steps without a value are left out, because no line is drawn next to a null; a value logged at every tenth step
     would be invisible between nulls. Values too large for a double in this unit are also left out, since JSON has no

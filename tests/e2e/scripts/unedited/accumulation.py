@@ -1,4 +1,4 @@
-"""DDP with gradient accumulation, under no_sync in all micro-steps except the last."""
+"""Trains with DDP and gradient accumulation, under no_sync in all micro-steps except the last."""
 
 import argparse
 import time

@@ -1,4 +1,4 @@
-"""Detection with a batch sampler; a batch is a tuple of images of several sizes and a tuple of dictionaries."""
+"""Trains a detector; a batch is a tuple of images of several sizes and a tuple of dictionaries."""
 
 import argparse
 from typing import Any

@@ -1,4 +1,4 @@
-"""FSDP, which shards parameters, gradients and optimizer state over the ranks."""
+"""Trains with FSDP, which shards parameters, gradients and optimizer state over the ranks."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""A GAN of two DDP networks with one optimizer each; both optimizers step on every batch."""
+"""Trains a GAN of two DDP networks with one optimizer each; both optimizers step on every batch."""
 
 import argparse
 

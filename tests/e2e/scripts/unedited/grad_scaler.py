@@ -1,4 +1,4 @@
-"""DDP with a GradScaler, whose first steps overflow and are skipped."""
+"""Trains with DDP and a GradScaler; the first steps overflow and are skipped."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer with gradient accumulation and an evaluation after each epoch."""
+"""Trains with the Hugging Face Trainer, with gradient accumulation and an evaluation after each epoch."""
 
 import argparse
 import tempfile

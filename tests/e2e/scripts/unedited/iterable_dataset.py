@@ -1,4 +1,4 @@
-"""DDP on a stream: a worker process reads an IterableDataset that is split by rank and has no known length."""
+"""Trains with DDP on a stream: a worker process reads an IterableDataset of unknown length, split by rank."""
 
 import argparse
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Lightning with its DDP strategy and a validation after each epoch."""
+"""Trains with Lightning, its DDP strategy and a validation after each epoch."""
 
 import argparse
 import os

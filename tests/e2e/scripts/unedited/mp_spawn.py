@@ -1,4 +1,4 @@
-"""DDP in a script that starts its own ranks with torch.multiprocessing.spawn."""
+"""Trains with DDP in ranks that the script starts with torch.multiprocessing.spawn."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""DDP without a DataLoader: as in nanoGPT, batches of tokens are cut from a long array, and micro-steps accumulate."""
+"""Trains with DDP without a DataLoader: as in nanoGPT, batches are cut from a long array; micro-steps accumulate."""
 
 import argparse
 

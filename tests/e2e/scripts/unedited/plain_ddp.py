@@ -1,4 +1,4 @@
-"""Plain DDP as in tutorials, without a line of Tula, and with an evaluation after each epoch."""
+"""Trains with plain DDP as in tutorials, without a line of Tula, and with an evaluation after each epoch."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""ZeRO, in which each rank keeps the optimizer state of a part of the weights; the script gets batches with `next`."""
+"""Trains with ZeRO, in which each rank keeps a part of the optimizer state; the script gets batches with `next`."""
 
 import argparse
 
