@@ -12,8 +12,10 @@ _CHARTS = "service/tula_service/dashboard/static/vega.js"
 
 
 class WheelHook(BuildHookInterface[Any]):
-    """Adds the start-up hook of scripts (`tula.pth`) to wheels and, to standard wheels only, files that an editable
-    install reads from the checkout. Writes the script that draws charts in a browser.
+    """Adds files to wheels, and writes the script that draws charts in a browser.
+
+    All wheels receive the start-up hook for scripts (`tula.pth`). Standard wheels also receive the files that an
+    editable install reads from the checkout.
     """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:

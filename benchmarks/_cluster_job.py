@@ -31,7 +31,7 @@ BACKWARD_SHARE = 2 / 3
 
 
 def device_time_s(local_batch_size: int) -> float:
-    """Return the time of the forward and backward pass of one step, in seconds."""
+    """Return how long the forward and backward passes of one step take, in seconds."""
     busy = (PER_EXAMPLE_S * local_batch_size) ** SHARPNESS
     return float((FLOOR_S**SHARPNESS + busy) ** (1 / SHARPNESS))
 
@@ -102,8 +102,8 @@ def rank_main(options: argparse.Namespace) -> None:
 def load() -> None:
     """Before the fork, import the modules that ranks would otherwise import at the first step or shipment.
 
-    On separate nodes, these imports end within the warm-up. Eight ranks on the few cores of one machine would still be
-    importing when a profiling run measures, so its steps would appear slow.
+    On separate nodes, these imports finish during the warm-up. Eight ranks on the few cores of one machine would still
+    be importing when a profiling run begins to measure, so its steps would appear slow.
     """
     weight = nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)

@@ -16,7 +16,10 @@ SECONDS = "TULA_BENCHMARK_PROBE_S"
 
 
 def rank_main() -> None:
-    """Probe as the only rank of a node; number the node as torchrun does, since all namespaces share a host name."""
+    """Probe the links as the only rank of a node.
+
+    All namespaces share a host name, so GROUP_RANK states the node's number, as under torchrun.
+    """
     os.environ["GROUP_RANK"] = os.environ["RANK"]
     dist.init_process_group("gloo")
     measured = time_all_reduces(torch.device("cpu"), float(os.environ[SECONDS]))

@@ -1,4 +1,4 @@
-"""Adds a column with the results of `estimate_memory` to a table of memory readings, without a device or a launch.
+"""Adds the results of `estimate_memory`, which needs no device and no launch, to a table of memory readings.
 
     python -m benchmarks._count_memory --grids FILE --out FILE [--models N]
     python -m benchmarks.memory --grids FILE

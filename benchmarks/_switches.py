@@ -1,12 +1,13 @@
-"""Compares the choice of `tula tune` over four options of a real script with a measurement of all combinations.
+"""Checks what `tula tune` chooses for four options of a real script against measurements of all combinations.
 
     python -m benchmarks._switches [--options compile,checkpointing,precision,num_workers] [--ranks 2] [--json OUT]
 
-`tula tune` chooses nodes (ranks on this machine), batch and values of the options for `examples/switches_ddp.py`, whose
-ranks run on the CPU and use gloo. A second job then measures every candidate. `switches.regret` is the relative
-increase in training time of the choice over the best candidate, both as measured by the second job; `switches.launches`
-and `switches.exhaustive` are the launches of the two jobs. The exit status is 1 if the regret is above 5 % or the first
-job needed more than half as many launches as the second. The benchmark needs idle cores.
+`tula tune` chooses the number of nodes (ranks on this machine), the batch and the values of the options for
+`examples/switches_ddp.py`, whose ranks run on the CPU and use gloo. A second job then measures every candidate.
+`switches.regret` is the fraction by which training takes longer with the choice than with the best candidate, according
+to the second job. `switches.launches` and `switches.exhaustive` are the numbers of launches of the two jobs. The exit
+status is 1 if the regret is above 5 % or the first job needed more than half as many launches as the second. The
+benchmark needs idle cores.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ MOST_SHARE: Final = 0.5
 
 
 def main() -> int:
-    """Tune, measure all candidates, and print; return 1 if the regret is too large or tuning took too many launches."""
+    """Tune, measure all candidates, and print the figures; return 1 if regret or launches exceed their limits."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks._switches")
     parser.add_argument("--options", default=",".join(OPTIONS), help="names of the options to vary")
     parser.add_argument("--ranks", type=int, default=2, help="largest number of ranks on this machine")
@@ -78,7 +79,8 @@ def main() -> int:
         print(f"{name:<12} {configuration(shown)}: {duration(3600 * took[shown])}")
     share = figures["switches.launches"] / figures["switches.exhaustive"]
     print(
-        f"the choice takes {percent(figures['switches.regret'])} longer; tuning took {percent(share)} of all launches"
+        f"training takes {percent(figures['switches.regret'])} longer with the choice than with the best of all; "
+        f"tuning needed {percent(share)} of the launches that measure all candidates"
     )
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
@@ -112,7 +114,7 @@ def tune(server: Server, folder: Path, search: str, options: dict[str, tuple[str
 
 
 def hours(run: Run) -> float:
-    """Return the duration of the whole training in hours at a run's measured step time."""
+    """Return how many hours the whole training takes at the step time that a run measured."""
     assert run.step_time_s is not None
     return 1000 * SIZE / run.configuration.global_batch_size * run.step_time_s / 3600
 

@@ -2,16 +2,16 @@
 
 python -m benchmarks.agent_overhead [--pairs N] [--smoke] [--json OUT]
 
-Two processes do the same fixed work on 161 tensors with 25.6 million parameters in total; one process has the agent,
+Two processes do the same fixed work on 161 tensors with 25.6 million parameters in total; one process runs the agent,
 which reports to a real HTTP server. The processes take turns of a few steps on the same machine, and each is stopped
 (SIGSTOP) while the other runs. `step.overhead` is the difference between the median step times of a pair of turns, as
 the median over pairs of turns, plus the cost of the gradient norms per step. The agent computes norms at two
-consecutive steps, and then not again for many steps. These steps are too rare to affect a median, and the measured
-steps do not always include them. Therefore the cost of the norms is the time of two computations divided by the number
-of steps until the next two. The interval is a bootstrap over pairs of turns. The shipping thread sends at fixed times,
-even if its process was stopped in between, so its CPU time is measured in two long turns: in the first 30 s of the run,
-when it sends every second (`agent.thread_begin_us_per_step`), and afterwards, when it sends every ten seconds
-(`agent.thread_us_per_step`).
+consecutive steps, and then not again for many steps. Steps with norms are too rare to affect a median, and the measured
+steps do not always include them. Therefore the cost of the norms is the time that two computations take, divided by the
+number of steps from one pair of computations to the next. The interval comes from a bootstrap over pairs of turns. The
+shipping thread sends at fixed times, even if its process was stopped in between, so its CPU time is measured in two
+long turns: in the first 30 s of the run, when it sends every second (`agent.thread_begin_us_per_step`), and afterwards,
+when it sends every ten seconds (`agent.thread_us_per_step`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Training:
         self.optimizer.step()
 
     def count_rounds(self, step_s: float) -> int:
-        """Return the number of rounds with which a step takes `step_s` seconds."""
+        """Return the number of rounds for which a step takes `step_s` seconds."""
 
         def least(rounds: int) -> float:
             times = []
@@ -241,7 +241,7 @@ class Process:
 
 
 def import_ms(repeats: int) -> float:
-    """Return the milliseconds to import `tula_agent` after torch: the minimum over `repeats` new interpreters."""
+    """Return how many ms it takes to import `tula_agent` after torch: the minimum over `repeats` new interpreters."""
     code = "import time, torch; t = time.perf_counter(); import tula_agent; print((time.perf_counter() - t) * 1e3)"
     command = [PYTHON, "-c", code]
     runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(repeats)]

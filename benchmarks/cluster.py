@@ -1,17 +1,17 @@
-"""Tests the entire product on a cluster of namespaces: its recommendations, and its alarm when the links slow down.
+"""Tests the entire product on network namespaces: its recommendations, and its alarm when the links slow down.
 
     python -m benchmarks.cluster [--smoke] [--json OUT]        (root, iproute2)
 
-The benchmark tunes over N = 2, 4, 8 nodes and five batches with adaptive and with partial search. Before and after
-these searches, a full search without early stopping measures every candidate. The smaller of the two measured times is
-taken as the true step time, because other work on the machine can only slow a step; the difference between the two
-times is the uncertainty. Each search has a separate project, so that it cannot use the results of the others. For each
-search, the benchmark prints the median error of predicted step times over the candidates that the search did not
+The benchmark tunes over 2, 4 and 8 nodes and five batches, once with adaptive and once with partial search. Before and
+after these searches, a full search without early stopping measures every candidate. The smaller of the two measured
+times is taken as the true step time, because other work on the machine can only slow a step; the difference between the
+two times is the uncertainty. Each search has a separate project, so that it cannot use the results of the others. For
+each search, the benchmark prints the median error of predicted step times over the candidates that the search did not
 profile, the regret of the recommendation in measured time, and the node-seconds of the search as a fraction of those of
 the full search. It then trains with the links at full speed, reduces their bandwidth to a quarter, and counts the steps
-until the service raises the alarm, and the false alarms before the reduction. `--only launches` tunes twice, with one
-launch for each run and with launches that measure every batch of a cluster, and compares the wall-clock times,
-node-seconds, choices and step times of both. It then compares the wall-clock times in the same way for
+until the service raises the alarm, and the false alarms before the reduction. `--only launches` tunes once with one
+launch for each run and once with launches that measure every batch of a cluster, and compares the wall-clock times,
+node-seconds, choices and step times of both searches. It then compares the wall-clock times in the same way for
 `examples/digits_ddp.py` under torchrun on the cores of this machine. A full benchmark includes these comparisons.
 `--smoke` uses two candidates on two nodes without a full search; its figures only show that the benchmark works.
 """
@@ -215,7 +215,7 @@ class Bench:
         return figures
 
     def shared_launches(self) -> dict[str, float]:
-        """Compare shared launches with one launch per run; return the ratios of their costs and the differences in step
+        """Compare shared launches with one launch per run; return the ratios of the costs and the differences in step
         time.
         """
         shared, single, repeat = self.both_ways("waits", self.job_command(10_000), self.waits, repeats=2)
@@ -245,7 +245,7 @@ class Bench:
         return figures
 
     def both_ways(self, name: str, command: list[str], space: str, *, repeats: int) -> list[dict[str, Any]]:
-        """Execute a plan with shared launches, and then execute the same runs `repeats` times with one launch each."""
+        """Execute a plan with shared launches, and then its runs `repeats` times with one launch per run."""
         budget = min(RUNS_COMPARED, self.size.num_candidates)
         jobs = [self.work(name, command, space, budget)]
         shapes = sorted(_step_times(jobs[0]), reverse=True)  # largest first, so that one launch probes the links
@@ -361,7 +361,7 @@ class Bench:
     def work(
         self, project: str, command: list[str], space: str, budget: int, again: Sequence[tuple[int, int]] = ()
     ) -> dict[str, Any]:
-        """Act as `tula tune` does, with shared launches or with a launch for each run in `again`; return the output."""
+        """Do the work of `tula tune`, with shared launches or one launch per run in `again`; return the output."""
         client, environment = self.project(project)
         folder = self.folder / project
         configurations = tuple(Configuration(num_nodes=nodes, local_batch_size=batch) for nodes, batch in again)
@@ -427,7 +427,7 @@ class Project(NamedTuple):
 
 
 def show_progress(search: str, client: Client, tuning: subprocess.Popen[bytes]) -> None:
-    """Print a line for each run that ends, until `tula tune` ends; poll rarely, since the runs use the same cores."""
+    """Print a line for each finished run until `tula tune` ends; poll rarely, since the runs need the same cores."""
     printed: set[str] = set()
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -485,7 +485,7 @@ def _step_times(tuned: dict[str, Any]) -> dict[tuple[int, int], float]:
 
 
 def _total_s(key: tuple[int, int], step_time_s: dict[tuple[int, int], float]) -> float:
-    """Return the total time by equation 4a, T = (E D / B) t."""
+    """Return the total training time in seconds according to equation 4a, T = (E D / B) t."""
     return EPOCHS * DATASET / (key[0] * key[1]) * step_time_s[key]
 
 
@@ -494,7 +494,7 @@ def _done(tuned: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _node_seconds(tuned: dict[str, Any]) -> float:
-    """Return the node-seconds of the profiling runs from start to end, as recorded by the service."""
+    """Return the node-seconds of all profiling runs, from the start and end times that the service recorded."""
 
     return sum((ends - began) * nodes for nodes, began, ends in _spans(tuned))
 

@@ -1,19 +1,20 @@
-"""Measures the error of the first prediction of a step time, from hardware figures alone and with earlier jobs.
+"""Measures how wrong the first prediction of a step time is, with and without a history of earlier jobs.
 
     python -m benchmarks.cold_start [--steps FILE] [--json OUT] [--draws 20] [--smoke]
 
 FILE contains step times on a single device. It has the columns of tests/data/single_device.csv, and optionally
 `activation_elements_per_sample` (the number of outputs of layers) and other fields of `model` in job.toml. The
-product's own prior predicts every row, with and without a history of earlier jobs. Histories are drawn at random (the
-same in every run) from other networks of the same source: `here` is the number of earlier jobs on the same GPU, and
-`elsewhere` the number on other GPUs. The jobs have the `same` precision as the target, or `any`. The keys
-`cold.<precision>.<here>.<elsewhere>.median` and `.p90` are the factor by which the guess is wrong, minus 1 (0.5: the
-true time is 50 % longer than the guess, or a third shorter), and `.coverage` is the coverage of its 90 % intervals.
-`.without` is the median factor for the same targets from hardware figures alone. Histories for which there are too few
-rows are left out. Without history, `cold.all.median` and `.p90` cover every batch in FILE, and `cold.small.*` cover
-batches of up to 32; all other figures cover the largest batch of each network. `cold.mixed.0.0.median` and `.p90` cover
-the mixed-precision rows of FILE without history; if FILE is not given, they cover timm's 765 rows on one RTX 3090, to
-which the product's constants were fitted.
+product's own prior predicts every row, from hardware figures alone and with a history of earlier jobs. Histories are
+drawn at random (the same in every run) from other networks of the same source: `here` is the number of earlier jobs on
+the same GPU, and `elsewhere` the number on other GPUs. The jobs have the `same` precision as the target, or `any`. The
+keys `cold.<precision>.<here>.<elsewhere>.median` and `.p90` are the median and the 90th percentile of the factor by
+which the guess is wrong, minus 1 (0.5: the true time is 50 % longer than the guess, or a third shorter), and
+`.coverage` is the coverage of the guesses' 90 % intervals. `.without` is the median for the same targets if they are
+guessed from hardware figures alone. Histories for which there are too few rows are left out. Without history,
+`cold.all.median` and `.p90` cover every batch in FILE, and `cold.small.*` cover batches of up to 32; all other figures
+cover the largest batch of each network. `cold.mixed.0.0.median` and `.p90` cover the mixed-precision rows of FILE
+without history; if FILE is not given, they cover timm's 765 rows on one RTX 3090, to which the product's constants were
+fitted.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def _of(timing: Timing) -> tuple[str, ...]:
 
 
 def every_batch(timings: Sequence[Timing]) -> dict[str, float]:
-    """Return the errors without history, over all batches and over small batches."""
+    """Return the errors of guesses without a history, over all batches and over small batches."""
     figures: dict[str, float] = {}
     for name, most in (("all", math.inf), ("small", _SMALL_BATCH)):
         factors = [math.exp(abs(timing.log_ratio)) - 1.0 for timing in timings if timing.batch <= most]
@@ -135,7 +136,7 @@ def log_step_s(guess: StepTimePrior) -> float:
 
 
 def mixed(timings: Sequence[Timing]) -> dict[str, float]:
-    """Return the errors without history of the rows in mixed precision; empty if there are no such rows."""
+    """Return the errors for the rows in mixed precision, guessed without a history; empty if there are no such rows."""
     factors = [math.exp(abs(timing.log_ratio)) - 1.0 for timing in timings if timing.precision in MIXED]
     if not factors:
         return {}

@@ -1,15 +1,15 @@
-"""Measures the accuracy of step times without any edit of the script, and the time to a first recommendation.
+"""Measures how accurate step times are if the script is not edited, and how long a first recommendation takes.
 
     python -m benchmarks.ease [--fresh] [--rounds 3] [--json OUT] [--smoke]
 
 Each script of tests/e2e/scripts/unedited trains with two ranks on this machine, alternately with the start-up hook and
 with the lines of docs/embed.md added to the script. Two runs of a script differ by up to a third on a shared machine.
 Therefore one more line in both variants imports a clock that records when each optimizer step ends
-(benchmarks/_step_clock.py), and each measured step time is divided by the clock's time of the same step. Keys:
-`no_edit.scripts_measured` is the number of scripts, out of fourteen, for which the hook measured enough steps and the
-correct batch, accumulation and world size. `no_edit.<script>.step_time_error` is the relative difference of this ratio
-between runs without an edit and runs with the agent's lines (0.03: 3 %); each ratio is the median over the steps, and
-then over the rounds. `no_edit.step_time_error.median` and `.max` summarise the errors of all scripts, and
+(benchmarks/_step_clock.py), and each measured step time is divided by the time of the same step according to the clock.
+Keys: `no_edit.scripts_measured` is the number of scripts, out of fourteen, for which the hook measured enough steps and
+the correct batch, accumulation and world size. `no_edit.<script>.step_time_error` is the relative difference of this
+ratio between runs without an edit and runs with the agent's lines (0.03: 3 %); each ratio is the median over the steps,
+and then over the rounds. `no_edit.step_time_error.median` and `.max` summarise the errors of all scripts, and
 `no_edit.across_runs.median` is the median error if step times of the two variants are compared directly.
 `seconds_to_recommendation.digits` is the wall-clock time of `tula tune` on examples/digits_ddp.py with the job of
 examples/demo.py, from the command to its recommendation; the service is already running. `--fresh` builds a wheel and
@@ -66,7 +66,8 @@ class Measured:
     """The first rank's data after warm-up: step times in seconds, and all values of (local batch, accumulation, world
     size).
 
-    `by_the_clock` is the median ratio of a step's measured time to the independent clock's time of the same step.
+    `by_the_clock` is the median over steps of the measured time, divided by the time of the same step according to the
+    independent clock.
     """
 
     step_time_s: list[float]
@@ -108,7 +109,7 @@ def clocked(source: str) -> str:
 
 
 class Bench:
-    """Starts the ranks of scripts, which report to a sink."""
+    """Starts the ranks of scripts, and a sink to which the ranks report."""
 
     def __init__(self, forks: ForkServer, folder: Path) -> None:
         self._forks, self._folder = forks, folder

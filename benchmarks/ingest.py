@@ -6,12 +6,12 @@ Requests carry tokens, and commits are durable. A step value is the value of one
 from separate processes on the same machine, so the service and its clients share the cores. `raw` writes the same rows
 with the database driver alone, with one commit per chunk, before and after each case; fractions are relative to the
 mean of both. `cpu_s_per_million` is the user and system time of the service's processes per million step values; other
-work on the machine affects this time less than it affects rates. `agents` sends the requests of agents, alternately
-samples and telemetry of ten steps; the number of requests per second is the number of agents that can each send one
-request per second. This case is measured with one, two and four workers, and with two replicas on one Postgres. `alone`
-and `beside_fits` measure an agent that sends one request after another, without and with four users who constantly ask
-what-if questions about 924 candidates (`--only fits` measures only these cases). `--smoke` sends a few requests of
-every case to one worker, which only shows that the benchmark works.
+work on the machine affects this time less than it affects rates. `agents` sends the same requests as agents,
+alternately with samples and with telemetry of ten steps; a service that handles N requests per second can serve N
+agents that each send one request per second. This case is measured with one, two and four workers, and with two
+replicas on one Postgres. `alone` and `beside_fits` measure an agent that sends one request after another, first alone
+and then while four users constantly ask what-if questions about 924 candidates (`--only fits` measures only these
+cases). `--smoke` sends a few requests of every case to one worker, which only shows that the benchmark works.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def prepare(database: str) -> tuple[list[str], str]:
 
 
 class Databases:
-    """Databases of one engine, all copied from the database that `prepare` has filled."""
+    """The databases of one engine, which are copies of the database that `prepare` has filled."""
 
     def __init__(self, folder: Path, postgres: PostgresServer | None) -> None:
         self._folder, self._postgres = folder, postgres
@@ -200,7 +200,7 @@ def beside_fits(
 
 
 def replicas(databases: Databases, servers: Sequence[Server], load: Load) -> list[Measured]:
-    """Measure the agents of several services at the same time."""
+    """Send the requests of agents to several services at the same time; return the measurements."""
     requests = agent_requests(databases.run_ids, AGENT_STEPS)
     load = replace(load, processes=max(1, load.processes // len(servers)))
     with ThreadPoolExecutor() as threads:
@@ -209,7 +209,7 @@ def replicas(databases: Databases, servers: Sequence[Server], load: Load) -> lis
 
 
 def cpu_s(server: Server) -> float:
-    """Return the user and system seconds of the processes that handle requests."""
+    """Return the user and system CPU seconds of the processes that handle requests."""
     times = [psutil.Process(worker).cpu_times() for worker in server.worker_ids()]
     return float(sum(cpu.user + cpu.system for cpu in times))
 

@@ -45,7 +45,7 @@ class Job:
     parameters: float | None
 
     def small(self, ranks: int) -> list[Placement]:
-        """Return the configurations that the job has profiled, which have at most `ranks` ranks."""
+        """Return the configurations with at most `ranks` ranks, which the job has profiled."""
         return [c for c in self.workload.candidates if c.world_size <= ranks]
 
     def learned(self) -> StepTimePrior:
@@ -64,7 +64,11 @@ class Score:
 
 
 def read(path: Path, ranks: int) -> dict[str, list[Job]]:
-    """Return the jobs of each cluster with enough networks; each job has the grid with the most rows on few ranks."""
+    """Return the jobs of each cluster with enough networks.
+
+    Each job has the network's largest grid on the cluster. Grids without configurations on at most `ranks` ranks are
+    left out.
+    """
     about = {row["workload"]: row for row in read_rows(path)}
     best: dict[tuple[str, str], Job] = {}
     for workload in read_step_time(path):
@@ -83,7 +87,7 @@ def read(path: Path, ranks: int) -> dict[str, list[Job]]:
 
 
 def score(job: Job, others: Sequence[Job], ranks: int, learned: Mapping[str, StepTimePrior]) -> Iterator[Score]:
-    """Yield the scores of predictions for large configurations, first with the lessons of `others`, then without."""
+    """Yield scores of predictions for large configurations, first with the lessons of `others`, then without them."""
     few, candidates = job.small(ranks), job.workload.candidates
     large = [c for c in candidates if c.world_size >= LARGE]
     truth = np.array([job.workload.step_time_s[c] for c in large])
@@ -98,7 +102,7 @@ def score(job: Job, others: Sequence[Job], ranks: int, learned: Mapping[str, Ste
 
 
 def _scale(job: Job) -> StepTimePrior:
-    """Return a prior for compute, within a factor of e of the step time of the largest batch on the fewest ranks."""
+    """Return a prior whose compute is, to a factor of e, the step time of the largest batch on the fewest ranks."""
     base = generic_prior()
     where = max(job.workload.candidates, key=lambda c: (-c.world_size, c.local_batch_size))
     centre, sd = base.mean.copy(), base.sd.copy()
@@ -117,7 +121,7 @@ def main() -> None:
     ranks = 2 if options.smoke else 1
     clusters = read(options.grids, ranks)
     if not clusters:
-        parser.error(f"--grids {options.grids}: no cluster has {FEWEST_NETWORKS} or more networks on one GPU.")
+        parser.error(f"--grids {options.grids}: no cluster has {FEWEST_NETWORKS} or more networks measured on one GPU.")
     rows, total = [], {"lessons": Score([], []), "without": Score([], [])}
     for name, jobs in sorted(clusters.items()):
         learned = {job.workload.name: job.learned() for job in jobs}

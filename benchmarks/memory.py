@@ -4,13 +4,13 @@
 
 Which readings are valid depends only on the readings, never on the model. A device that runs out of memory reports the
 level that it had reached. Therefore a workload's readings end before the first reading that (1) does not rise, (2) is
-within 5 % of the device's capacity, or (3) is above 70 % of the capacity and rose per example by less than 0.7 times
-the previous rise (work space shrinks when memory is short). Workloads with fewer than three valid readings are counted
-but not scored. `memory.raw.*` are the same figures without rules 2 and 3. If the table has a column `analytic_bytes` (a
-count of tensors), `memory.analytic.*` are the figures with the slope of this count as prior, and `memory.counted_one.*`
-are the figures with only the smallest batch and this slope (`python -m benchmarks._count_memory` writes such a table).
-`memory.three.*` are predicted from the three smallest batches, and `memory.apart.*` from a batch and four times this
-batch, for a largest batch that is four times as large again.
+within 5 % of the device's capacity, or (3) is above 70 % of the capacity and adds less than 0.7 times as many bytes per
+example as the previous reading did (work space shrinks when memory is short). Workloads with fewer than three valid
+readings are counted but not scored. `memory.raw.*` are the same figures without rules 2 and 3. If the table has a
+column `analytic_bytes` (a count of tensors), `memory.analytic.*` are the figures if the prior has the slope of this
+count, and `memory.counted_one.*` are the figures if only the smallest batch is read and the prior has this slope
+(`python -m benchmarks._count_memory` writes such a table). `memory.three.*` are predicted from the three smallest
+batches, and `memory.apart.*` from the batches b and 4 b, for workloads whose largest batch is at least 16 b.
 
 The agent counts static memory: parameters, gradients, optimizer state and context. If the table has a column
 `parameters`, static memory is estimated as a multiple of the parameters' bytes plus a constant (the context), which are
@@ -169,7 +169,7 @@ def score(
 
 
 def ceiling(workloads: Sequence[MemoryWorkload], static: Mapping[str, float]) -> dict[str, float]:
-    """Predict the largest batch from readings at the two smallest; return errors, and how often the promise fails."""
+    """Predict the largest batch from the two smallest; return errors, and how often a promised batch does not fit."""
     offs, shares = [], []
     for workload in workloads:
         valid = valid_readings(workload)
@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures |= score(workloads, "memory.three", static, known=3) | score(workloads, "memory.uncounted", {})
     figures |= score(workloads, "memory.apart", static, apart=True) | ceiling(workloads, static)
     kinds = [("valid readings", "memory"), ("all rising readings", "memory.raw"), ("three smallest", "memory.three")]
-    kinds += [("static not counted", "memory.uncounted"), ("a batch and four times it", "memory.apart")]
+    kinds += [("static not counted", "memory.uncounted"), ("batches b and 4 b", "memory.apart")]
     counted = [workload for workload in workloads if analytic_slope(workload) is not None]
     if counted:
         figures |= score(counted, "memory.analytic", static, analytic=True)

@@ -1,30 +1,30 @@
-"""Measures the time and cost of the choice for each objective, relative to the least time and cost, on measured grids.
+"""Compares the time and cost of each objective's choice with the least possible time and cost, on measured grids.
 
     python -m benchmarks.objectives [--grids FILE] [--noise 0.03] [--json OUT] [--jobs N] [--smoke]
 
 For each workload and objective, the planner makes at most six runs, which measure the table's step times with the noise
 `--noise` (the standard deviation of their logarithm). The planner's recommendation is then evaluated with the step
-times in the table. All rank-hours have the same price. The training has `--examples` examples in total (1.28e8: a
-hundred epochs of ImageNet). The guard of `balanced` allows the batches that keep the accuracy of the smallest batch, as
-for a job with unknown noise and optimizer; the least time and cost are over all batches. Figures are over five draws of
-the noise, since a few percent of noise can change a choice.
+times in the table. All rank-hours have the same price. A training run processes `--examples` examples in total (1.28e8:
+a hundred epochs of ImageNet). The guard of `balanced` allows only batches that preserve the accuracy of the smallest
+batch, as for a job with unknown noise and optimizer; the least time and cost are over all batches. Each choice is made
+in five draws of the noise, since a few percent of noise can change it.
 
 The keys for `balanced`, `time`, `cost`, `knee` and `kneedle` are `<objective>.time_over_least.mean`, `.geometric` and
 `.p90`, the same for `.cost_over_least`, `.dominated` (the share of choices for which another candidate is both faster
 and cheaper by more than the noise), and `.place` (the mean position of the batch in the logarithmic range, from 0 for
 the smallest to 1 for the largest). `kneedle` is the rule of Kneedle (Satopaa 2011) on log time over log batch, with the
 same fit as `knee`; if there is no knee, it chooses the least time. `known` is the rule of `balanced` if every step time
-is known without noise. `measured` is the rule of `balanced` if every step time is measured with noise, which shows what
-more than six runs could gain.
+is known without noise. `measured` is the rule of `balanced` if every step time is measured with noise; it shows how
+much could be gained by more than six runs.
 
 `sensitivity.balanced.p90` is the factor by which the time or the cost of the choice changes, whichever changes more,
 when one end of the range of local batches or ranks moves by one doubling. Ends move inwards from the whole table, and
 outwards from the table without one doubling at each of the four ends, since no table has rows outside its range.
 `.inward.p90` and `.outward.p90` cover only the moves in one direction. `.allowed.p90` covers only the moves after which
-the earlier choice is still a candidate, and `.answer_kept.p90` only the inward ones among these moves, which remove
-only other candidates. `sensitivity.time.*` are the same figures for the choices of `time`. Three more figures show the
-changes that occur even if every step time is known: with the rule of `balanced` (`.balanced.known`), with the least
-product of time and cost (`.balanced.product`), and with the least time (`.balanced.least`).
+the earlier choice is still a candidate. `.answer_kept.p90` covers only the inward moves among them, which remove only
+candidates that were not chosen. `sensitivity.time.*` are the same figures for the choices of `time`. Three more figures
+show the changes that occur even if every step time is known: with the rule of `balanced` (`.balanced.known`), with the
+least product of time and cost (`.balanced.product`), and with the least time (`.balanced.least`).
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Judged:
     """The figures of one workload.
 
     `answers` contains, by objective, (time over least, cost over least, dominated, place) for each draw of the noise.
-    `moved` contains, for each move of the range, whether it goes inwards and, by rule, (factor, whether the earlier
-    choice is still allowed) in the first draw.
+    `moved` contains, for each move of an end of the range, whether the end moves inwards and, by rule, (factor, whether
+    the earlier choice is still allowed) in the first draw.
     """
 
     answers: dict[str, list[tuple[float, float, float, float]]] = field(
@@ -75,7 +75,7 @@ class Judged:
 
 
 def goal_for(objective: Objective, workload: Workload, examples: float) -> Goal:
-    """Return the goal of a training at one price per rank-hour; its guard keeps the smallest batch's accuracy."""
+    """Return a goal at one price per rank-hour, whose guard preserves the accuracy of the smallest batch."""
     guard = AccuracyGuard(examples, min(c.global_batch_size for c in workload.candidates))
     return Goal(objective, Training(examples), {"default": Offer(usd_per_rank_hour=3600.0)}, guard=guard)
 
@@ -129,7 +129,7 @@ def dense_curve(candidates: Sequence[Placement], model: StepTimeModel) -> tuple[
 
 
 def judge(workload: Workload, noise: float, examples: float) -> Judged:
-    """Evaluate every objective on one workload, and the effect of the candidates' range on the default's choice."""
+    """Evaluate every objective on one workload, and how the range of the candidates affects the choices."""
     time = {c: workload.step_time_s[c] * examples / c.global_batch_size for c in workload.candidates}
     cost = {c: time[c] * c.world_size for c in workload.candidates}
     batches = [c.global_batch_size for c in workload.candidates]
@@ -167,7 +167,7 @@ def _change(old: Placement, new: Placement, *measures: dict[Placement, float]) -
 
 
 def known(workload: Workload, examples: float) -> Placement:
-    """Return the choice by the rule of `balanced` if every step time in the table is known."""
+    """Return what the rule of `balanced` chooses if every step time in the table is known."""
     goal = goal_for("balanced", workload, examples)
     exact = [(c, Interval(t, t, t)) for c, t in sorted(workload.step_time_s.items())]
     choice = choose(goal, [price(c, t, goal.training, goal.offers["default"]) for c, t in exact])
@@ -218,7 +218,7 @@ def sensitivity(moved: Sequence[tuple[bool, dict[str, tuple[float, bool]]]]) -> 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     parser = workloads_parser("objectives", __doc__)
-    parser.add_argument("--noise", type=float, default=0.03, help="noise of profiled step times (0.03)")
+    parser.add_argument("--noise", type=float, default=0.03, help="standard deviation of a run's log step time (0.03)")
     parser.add_argument(
         "--examples", type=float, default=_EXAMPLES, help=f"number of examples in a training run ({_EXAMPLES:g})"
     )
@@ -237,8 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures[f"{name}.dominated"], figures[f"{name}.place"] = mean(dominated), mean(places)
         rows.append([name, *(f"{value:.2f}" for key, value in figures.items() if key.split(".")[0] == name)])
     header = ["objective", "time: mean", "geometric", "p90", "cost: mean", "geometric", "p90", "dominated", "place"]
-    print_table(f"time and cost relative to the least, {len(results)} workloads", header, rows)
-    print(f"share of dominated choices for least time, which is due to noise alone: {figures['time.dominated']:.3f}")
+    print_table(f"time and cost relative to the least time and cost, {len(results)} workloads", header, rows)
+    print(f"share of dominated choices for the objective `time`, due to noise alone: {figures['time.dominated']:.3f}")
     for key, factors in sensitivity([move for judged in results for move in judged.moved]).items():
         figures[key] = percentile(factors, 0.9)
         print(f"{key}: {figures[key]:.3f} ({len(factors)} moves)")

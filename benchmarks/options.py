@@ -1,4 +1,4 @@
-"""Measures the regret and launches of plans over nodes, batch and options, and errors in the effects of options.
+"""Measures how good plans over nodes, batch and options are, and how well the effects of options are predicted.
 
     python -m benchmarks.options [--tables FOLDER] [--draws 5] [--noise 0.03] [--json OUT] [--smoke]
 
@@ -16,26 +16,27 @@ assumes. Some effects make a step slower, pairs of effects interact, and in ever
 the compute, so runs report a wait for data. Half precision and checkpointing reduce the memory per example; static
 bytes differ by 10 % between variants, and the peak is the larger of two linear functions of the batch.
 
-`options.regret.time.mean`, `.cost.mean` and `.max` are the relative increase in time or cost of the recommendation over
-the best of all combinations, over tables and synthetic jobs; `source.*` are the same figures for each table.
-`.everything.*` are the regrets of the configuration with the least reading if every configuration is measured once with
-the same noise, in 100 draws: `.mean` over draws and jobs, `.max` for the worst job of each draw (the median over
-draws), and `.above_ten` the share of draws in which a job's regret is above 10 %. `options.launches.one`, `.two` and
-`.five` are the mean numbers of launches with one, two and five options, and `options.exhaustive.*` the numbers of
-launches that measure all combinations. `options.effect.one_launch.*` are the errors |log(predicted / measured)| for
-dlperf's variants of one switch on the clusters where the variant was not launched, in five draws of the noise, after
-launches of the base on the smallest and the largest cluster and one launch of the variant on the smallest cluster.
-`options.effect.all.*` are the same errors for all tables; for `options.effect.end.*`, the variant was also launched on
-the largest cluster. To show how much of the error is due to noise and how much to the base, the launches have no noise
-in the keys with `.noiseless`, and in the keys with `.base_thrice` the base was also launched on a third cluster between
-the two. `options.coverage` is the share of step times in `options.effect.all.*` and `options.effect.end.*` that are
-within their 90 % intervals. `options.largest_batch.*` are the errors |log(predicted / true)| of the largest batch of
-launched variants of the synthetic jobs, as predicted by the memory model.
+The regret of a recommendation is the fraction by which its time or cost exceeds that of the best configuration.
+`options.regret.time.mean`, `.cost.mean` and `.max` summarise the regrets over tables and synthetic jobs, and `source.*`
+the regrets of each table. `.everything.*` are the regrets if every configuration is measured once, with the same noise,
+and the configuration with the lowest measured value is chosen, in 100 draws: `.mean` is over draws and jobs, `.max` is
+the median over draws of the worst job's regret, and `.above_ten` is the share of draws in which any job's regret is
+above 10 %. `options.launches.one`, `.two` and `.five` are the mean numbers of launches with one, two and five options,
+and `options.exhaustive.*` are the numbers of launches that would measure all combinations.
+`options.effect.one_launch.*` are the errors |log(predicted / measured)| for dlperf's variants that differ from the base
+in one switch, on the clusters where the variant was not launched, in five draws of the noise. The base was launched on
+the smallest and the largest cluster, and the variant only on the smallest cluster. `options.effect.all.*` are the same
+errors for all tables; for `options.effect.end.*`, the variant was also launched on the largest cluster. Two kinds of
+keys show how much of the error is due to noise and how much to the base: with `.noiseless`, the launches have no noise,
+and with `.base_thrice`, the base was also launched on a cluster between the two. `options.coverage` is the share of
+step times in `options.effect.all.*` and `options.effect.end.*` that are within their predicted 90 % intervals.
+`options.largest_batch.*` are the errors |log(predicted / true)| of the largest batch of launched variants of the
+synthetic jobs, as predicted by the memory model.
 
-`options.h100.*` are for one device, on which each combination needs one launch, so these jobs are in no other key.
+`options.h100.*` cover the jobs on one H100, where each combination needs one launch; no other key covers these jobs.
 `effect` is the error for those batches of a variant that its launch did not measure, after one launch of the base and
-one of the variant. `largest_batch` is predicted from readings at smaller batches, for a device with as much memory as
-the largest measured batch needed.
+one launch of the variant. `largest_batch` is the error of a variant's largest batch, as predicted from readings at
+smaller batches for a device with exactly as much memory as the variant's largest measured batch needed.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ def _job(
 
 
 def h100_jobs() -> Iterator[tuple[Job, dict[Configuration, float]]]:
-    """Yield the jobs of one H100, each with the peak bytes of its configurations.
+    """Yield the jobs that ran on one H100, each with the peak bytes of its configurations.
 
     A network's precision is varied without checkpointing, and checkpointing is varied in the precision for which both
     of its values were measured.
@@ -337,12 +338,12 @@ def replay(job: Job, objective: Objective, factors: Mapping[Configuration, float
 
 
 def regret(job: Job, chosen: Configuration, objective: Objective) -> float:
-    """Return the relative excess of a configuration's time or cost over the table's best (0.1 = 10 %)."""
+    """Return the fraction by which a configuration's time or cost exceeds the lowest in the table (0.1 = 10 %)."""
     return job.value(chosen, objective) / min(job.value(c, objective) for c in job.candidates) - 1.0
 
 
 def regrets_of_everything(job: Job, objective: Objective, noise: float) -> list[float]:
-    """Return, for each draw of the noise, the regret of choosing the configuration with the least of all readings."""
+    """Return, for each draw of the noise, the regret of choosing the configuration with the lowest measured value."""
     values = {c: job.value(c, objective) for c in job.candidates}
     draws = (draw_noise(job, noise, draw) for draw in range(_EXHAUSTIVE_DRAWS))
     least = [min(values, key=lambda c: values[c] * factors[c]) for factors in draws]
@@ -401,7 +402,7 @@ def judge_effects(
 
 
 def judge_batches(job: Job, factors: Mapping[Configuration, float], errors: Errors) -> None:
-    """Add the errors for a variant's other batches on one device, after three batches each of base and variant."""
+    """Add the errors for a variant's other batches on one device, after base and variant ran three batches each."""
     of_base, of_variant = ([c for c in job.candidates if (c.options == job.base) is base] for base in (True, False))
     shared = [c for c in of_variant if c.local_batch_size == of_base[-1].local_batch_size]
     own = list(dict.fromkeys([of_variant[0], of_variant[-1], *shared, of_variant[len(of_variant) // 2]]))[:3]
@@ -440,7 +441,7 @@ def largest_batches(planned: Planned, memory: Memory, job: Job) -> list[float]:
 
 
 def largest_batch_below(job: Job, peaks: Mapping[Configuration, float]) -> float:
-    """Return |log(predicted / measured)| for the variant's largest batch on a device with as much memory as it needs.
+    """Return |log(predicted / measured)| for the variant's largest batch on a device with exactly the memory it needs.
 
     The base was read at three batches. The variant was read at its smallest batch and at the largest batch of the base
     or, if that is not smaller than the variant's largest batch, at the variant's middle batch.
@@ -462,7 +463,7 @@ def _read(at: Sequence[Configuration], peaks: Mapping[Configuration, float]) -> 
 
 @dataclass
 class Figures:
-    """The collected results: regrets by source and objective, launches by the number of options, and errors."""
+    """The results so far: regrets by source and objective, launches by the number of options, and errors."""
 
     regrets: dict[str, dict[Objective, list[float]]] = field(default_factory=dict)
     everything: dict[Objective, list[list[float]]] = field(default_factory=lambda: {name: [] for name in _OBJECTIVES})
@@ -488,7 +489,7 @@ class Figures:
                 self.largest_batch += largest_batches(planned, memory, job)
 
     def judge_effects(self, job: Job, noise: float, draws: int) -> None:
-        """Add the errors of predictions for the variants of one switch in a table's job."""
+        """Add the errors of predictions for those variants of a table's job that differ from the base in one switch."""
         for suffix, sd, num_draws in (("", noise, draws), (".noiseless", 0.0, 1), (".base_thrice", noise, draws)):
             for draw in range(num_draws):
                 factors = draw_noise(job, sd, draw)
@@ -549,7 +550,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser("options", __doc__)
     parser.add_argument("--tables", type=Path, metavar="FOLDER", help="folder with the three tables (default: none)")
     parser.add_argument("--noise", type=float, default=0.03, help="standard deviation of a run's log step time (0.03)")
-    parser.add_argument("--draws", type=int, default=5, help="number of draws of the noise for each job of the tables")
+    parser.add_argument("--draws", type=int, default=5, help="number of noise draws for each job of the tables")
     parser.add_argument("--synthetic", type=int, default=18, metavar="N", help="synthetic jobs")
     options = parser.parse_args(arguments)
     figures = Figures()

@@ -3,9 +3,9 @@
     python -m benchmarks.recommend [--json OUT] [--jobs 10000] [--samples 1000000] [--smoke]
 
 `cached` repeats requests about unchanged data; `fresh` sends one sample before each request, so that every request
-needs a new fit. Everything is measured with 100 jobs stored and with all jobs stored; growth is the ratio of the two
-p99 latencies. The keys of the figures contain the sizes of a full run. `--smoke` stores a few jobs; its figures only
-show that the benchmark works.
+needs a new fit. Each latency is measured with 100 jobs and with all jobs in the database; growth is the ratio of the
+two p99 latencies. The keys of the figures contain the sizes of a full run. `--smoke` stores a few jobs; its figures
+only show that the benchmark works.
 """
 
 from __future__ import annotations

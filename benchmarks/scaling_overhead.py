@@ -3,16 +3,17 @@
     python -m benchmarks.scaling_overhead [--ranks 2] [--batch 4] [--side 128] [--json FILE] [--smoke]
 
 Each part that Tula adds is timed separately: the hooks on the parameters' gradients, and the time that `step` spends
-outside the wrapped optimizer's `step`. To be timed, the hooks run again on the finished gradients, in the state (active
-or inactive) in which the last step has left them. The difference between two whole step times would be too noisy to
-resolve one percent. `overhead.fraction` is the share of the default policy after its first 512 steps, when it measures
-every eighth step and clips spikes at every step. `overhead.direction_fraction` is the share that turning the updates of
-matrices adds to every step, for the matrices that the default turns at this batch. `overhead.first_steps_fraction` is
-the share of the default policy while it measures every step, and `overhead.measure_fraction` the share of the policy
-`measure`, which measures every eighth step. `operations.*` are the floating-point operations of turning as a share of
-the operations of the forward and backward passes: for GPUs, by the number of images of 224 x 224 per rank and the
-number of ranks, and for the passes measured on this machine. `--smoke` takes two steps of a narrow ResNet-18 on tiny
-images; its figures only show that the benchmark works.
+outside the wrapped optimizer's `step`. The hooks are timed by running them again on the finished gradients, in the
+state (active or inactive) in which the last step has left them. A difference between two whole step times would be too
+noisy to resolve one percent. `overhead.fraction` is the share of the default policy after its first 512 steps, when it
+measures every eighth step and clips spikes at every step. `overhead.direction_fraction` is the share that turning the
+updates of matrices adds to every step, for the matrices that the default turns at this batch.
+`overhead.first_steps_fraction` is the share of the default policy while it measures every step, and
+`overhead.measure_fraction` is the share of the policy `measure`, which measures every eighth step. `operations.*` are
+the floating-point operations that turning takes, as a share of those that the forward and backward passes take. They
+are stated for GPUs, by the number of 224 x 224 images per rank and the number of ranks, and for the passes measured on
+this machine (`operations.here`). `--smoke` takes two steps of a narrow ResNet-18 on tiny images; its figures only show
+that the benchmark works.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ MEASURED_SHARE = 1.0 / SPARSE_EVERY  # share of measured steps after the first D
 
 
 def measure(*, depth: int, width: int, batch: int, side: int, steps: int) -> dict[str, float]:
-    """Measure on every rank; return the slowest rank's seconds for each part, as medians over `steps` steps."""
+    """Measure each part on every rank; return the slowest rank's median over `steps` steps, in seconds."""
     torch.manual_seed(0)
     device = torch.device("cuda", dist.get_rank()) if torch.cuda.is_available() else torch.device("cpu")
     network = resnet(depth, channels=3, num_classes=1000, width=width)
@@ -135,7 +136,7 @@ class _Clock:
 
 
 def operations(depth: int, *, images: int, ranks: int, side: int = 224, host: bool = False) -> float:
-    """Return one rank's operations for turning affordable matrices, as a share of the operations of both passes."""
+    """Return the operations that one rank takes to turn affordable matrices, as a share of those of both passes."""
     with torch.device("meta"):
         model, image = resnet(depth, channels=3, num_classes=1000), torch.empty(1, 3, side, side)
     with FlopCounterMode(display=False) as counter, torch.no_grad():

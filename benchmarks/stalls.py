@@ -2,12 +2,12 @@
 
     python -m benchmarks.stalls [--steps N] [--json OUT] [--smoke]
 
-For each scenario, a job is profiled as `tula tune` does it, and then trains for 400 steps with the recommended
+For each scenario, a job is profiled as by `tula tune`, and then trains for 400 steps with the recommended
 configuration. A step sleeps for a time that grows with the batch. In addition, `stall2`, `stall4` and `stall8` wait for
 data at every second, fourth and eighth step, as a loader with 2, 4 or 8 slow workers does; `evaluation` evaluates for
 half a second at every 50th step, within `run.paused()`; and `bimodal` takes three times as long at a random half of its
-steps (the worst of three seeds is reported). The true step time is measured in the script: the loop's time without the
-evaluations, divided by the number of steps. `<scenario>.error` is the relative error of the prediction, and
+steps (the worst of three seeds is reported). The script measures the true step time: the duration of the loop without
+the evaluations, divided by the number of steps. `<scenario>.error` is the relative error of the prediction, and
 `stalls.worst_error` is the largest of these errors.
 """
 
@@ -120,7 +120,7 @@ class Bench:
         return took_s
 
     def profile(self, job_id: str, scenario: Scenario, seed: int) -> int:
-        """Make all runs of the job's plan; return their number."""
+        """Carry out all runs of the job's plan; return their number."""
         done = 0
         while True:
             claimed = self.client.claim(job_id, ClaimRequest(holder=HOLDER))

@@ -5,21 +5,20 @@
 
 Results with `--only` or `--without` are not a held-out test, because some constants of the search and of the residual
 were chosen on these grids (docs/model.md lists these constants). Runs report the split of a step into compute and
-exposed communication if the source has it (`--sync`). `random4` and `random6` are plans of 4 and 6 runs drawn at
-random, one of them on the largest cluster, in five draws. For each plan, `median`, `p90` and `geometric` (the geometric
-mean) summarise the median errors of the workloads, and `coverage` is the mean over workloads. `by_configuration.*`
-cover all configurations of all workloads, and `by_configuration.coverage.extrapolated` covers only configurations
-outside the measured range. `regret.*.geometric` is the geometric mean of 1 + regret, less 1. For `columns`, a launch
-measures up to three batches of a cluster; `columns.launches` and `columns.batches` count the launches and batches that
-the planner requested, and a cluster that is launched twice counts twice. `columns1`, `columns2` and `columns3` are the
-errors on the other clusters after launches with every batch: on the largest cluster, on the largest and the smallest,
-and on these two and one between them. For `noise.*`, profiled step times differ from the true step times by `--noise`
-(a standard deviation of the logarithm, with one value per run), in `--draws` draws. The regret is computed from the
-true times, and `noise.coverage.chosen` is the share of cases in which the 90 % interval of the configuration chosen for
-least time or cost contains its true time. For every mean M, M.low and M.high are the ends of a 90 % interval from
-resampled workloads. `plan_ms.4096` and `plan_mib.4096` are the time and the memory that the first plan of a job with
-4,096 candidates takes. All figures are fractions (0.04 = 4 %) except `plan_ms`, `plan_mib`, `fit_ms`, launches and
-runs.
+exposed communication if the source contains it (`--sync`). `random4` and `random6` are plans of 4 and 6 random runs,
+one of them on the largest cluster, in five draws. For each plan, `median`, `p90` and `geometric` (the geometric mean)
+summarise the median errors of the workloads, and `coverage` is the mean over workloads. `by_configuration.*` cover all
+configurations of all workloads, and `by_configuration.coverage.extrapolated` covers only configurations outside the
+measured range. `regret.*.geometric` is the geometric mean of 1 + regret, less 1. For `columns`, a launch measures up to
+three batches of a cluster; `columns.launches` and `columns.batches` count the launches and batches that the planner
+requested, and a cluster that is launched twice counts twice. `columns1`, `columns2` and `columns3` are the errors on
+the other clusters after launches that measure every batch: on the largest cluster, on the largest and the smallest
+cluster, and on these two and a cluster between them. For `noise.*`, each run's step time differs from the true step
+time by a random factor, whose logarithm has the standard deviation `--noise`, in `--draws` draws. The regret is
+computed from the true times, and `noise.coverage.chosen` is the share of choices for least time or cost whose 90 %
+interval contains the true time. For every mean M, M.low and M.high are the ends of a 90 % interval from resampled
+workloads. `plan_ms.4096` and `plan_mib.4096` are the time and memory that making the first plan of a job with 4,096
+candidates takes. All figures are fractions (0.04 = 4 %) except `plan_ms`, `plan_mib`, `fit_ms`, launches and runs.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class HeldOut(NamedTuple):
 
 @dataclass
 class Figures:
-    """The results of one workload: errors and coverage of held-out predictions by plan, and regrets by choice."""
+    """The results of one workload, such as the errors and coverage of held-out predictions, and the regrets."""
 
     workload: str
     grid: str
@@ -140,7 +139,7 @@ def profile(
 
 
 def designed(workload: Workload, runs: int) -> list[Placement]:
-    """Return the configurations that are most informative about all others, with which the planner always starts."""
+    """Return the configurations with which the planner always starts: the most informative ones about all others."""
     return design(workload.candidates, Priors(), runs)  # type: ignore[return-value]
 
 
@@ -236,7 +235,7 @@ def make_goal(name: str, limits: Limits | None = None) -> Goal:
 
 
 def shared_launches(workload: Workload, figures: Figures) -> None:
-    """Add errors after one, two and three launches with every batch; add the plan's regret and number of launches."""
+    """Add the errors after one, two and three launches that measure every batch, and the plan's regret and launches."""
     ordered = [*end_launches(workload.candidates), *middle_launch(workload.candidates)]
     for number, name in enumerate(LAUNCHES, 1):
         chosen = {*ordered[:number]}
@@ -258,7 +257,7 @@ def shared_launches(workload: Workload, figures: Figures) -> None:
 
 
 def time_fit(workload: Workload, profiled: Sequence[Placement]) -> float:
-    """Return the milliseconds to fit and to predict 64 candidates (minimum of three runs, since cores are shared)."""
+    """Return how many milliseconds it takes to fit and to predict 64 candidates: the minimum of three runs."""
     observed = workload.measure(profiled)
     candidates = [workload.candidates[i % len(workload.candidates)] for i in range(_TIMED_CANDIDATES)]
     taken = []
@@ -270,9 +269,10 @@ def time_fit(workload: Workload, profiled: Sequence[Placement]) -> float:
 
 
 def time_plan(clusters: int) -> dict[str, float]:
-    """Return the milliseconds (minimum of three) and MiB of a job's first plan for least time with 4,096 candidates.
+    """Return the milliseconds (minimum of three) and MiB that a job's first plan takes with 4,096 candidates.
 
-    The job has `clusters` clusters and as many batches; a smoke run has fewer candidates but the same keys.
+    The objective is least time. The job has `clusters` clusters and as many batches; a smoke run has fewer candidates
+    but the same keys.
     """
     side = range(1, clusters + 1)
     candidates = [Placement(num_nodes=n, local_batch_size=8 * batch, ranks=n) for n in side for batch in side]
@@ -445,8 +445,10 @@ def show(figures: dict[str, float]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     parser = workloads_parser("step_time", __doc__)
-    parser.add_argument("--noise", type=float, default=_NOISE, help=f"standard deviation of the noise ({_NOISE})")
-    parser.add_argument("--draws", type=int, default=_DRAWS, help=f"number of draws of the noise ({_DRAWS})")
+    parser.add_argument(
+        "--noise", type=float, default=_NOISE, help=f"standard deviation of a run's log step time ({_NOISE})"
+    )
+    parser.add_argument("--draws", type=int, default=_DRAWS, help=f"number of noise draws ({_DRAWS})")
     options = parser.parse_args(arguments)
     if options.noise < 0.0 or options.draws < 1:
         parser.error("--noise must be at least 0 and --draws at least 1.")

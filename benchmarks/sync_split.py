@@ -2,14 +2,15 @@
 
 python -m benchmarks.sync_split [--steps N] [--smoke] [--json OUT]
 
-Two ranks of DDP over gloo spin for a known time in the forward and backward pass, and at each step one of them, chosen
-at random, spins longer (the injected skew). They reduce their gradients over a link between two network namespaces,
+Two DDP ranks (gloo) spin for a known time in the forward and backward passes, and at each step one of them, chosen at
+random, spins longer (the injected skew). They reduce their gradients over a link between two network namespaces,
 limited by `tc tbf`; without root and iproute2 they use the loopback, and the output says so. The true times of each
 step are measured in the script, on a clock that both processes share (CLOCK_MONOTONIC). The exposed communication is
 the time from the last gradient to the return of backward, on the rank whose last gradient is ready last, because this
-rank does not wait for the other. Compute is the time of the step without the rank's own waiting, in the median over
-ranks. For comparison, the output shows the time of an all-reduce of all gradients over the link without any compute.
-`compute.error` and `exposed_comm.error` are the largest relative errors of the mean over all scenarios.
+rank does not wait for the other. Compute is the median over ranks of the step time without the rank's own waiting. For
+comparison, the output shows how long an all-reduce of all gradients over the link takes without any compute. For each
+scenario, the agent's mean over steps is compared with the true mean; `compute.error` and `exposed_comm.error` are the
+largest relative errors of all scenarios.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def rank(scenarios: list[Scenario], steps: int, folder: Path, url: str) -> None:
 
 
 def train(scenario: Scenario, steps: int) -> dict[str, Any]:
-    """Train; return for each step the times of its start, its last gradient, the return of backward, and its end."""
+    """Train; return the times at which each step starts, has its last gradient, returns from backward, and ends."""
     late_s = [0.0]
     bare = build_model(scenario, late_s)
     marks: dict[str, float] = {}
@@ -197,7 +198,7 @@ def link(rate_mbit: float) -> Iterator[Cluster | None]:
 def run_scenarios(
     scenarios: list[Scenario], steps: int, cluster: Cluster | None
 ) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """Return each scenario's times, as reported by the agent and as measured in the script, as means over common steps.
+    """Return each scenario's mean times over the same steps, as reported by the agent and as measured in the script.
 
     One pair of processes runs all scenarios.
     """
@@ -241,7 +242,7 @@ def read_samples(path: Path) -> dict[str, dict[int, tuple[float, float, float]]]
 def compare(
     truth: list[dict[str, Any]], reported: dict[int, tuple[float, float, float]]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the means of the agent's columns and of the true times over the same steps."""
+    """Return the means of the agent's columns, and the means of the true times over the same steps."""
     agent: dict[str, list[float]] = {"compute": [], "exposed_comm": [], "skew": []}
     true: dict[str, list[float]] = {"compute": [], "exposed_comm": [], "skew": []}
     for step, (compute, exposed, skew) in sorted(reported.items()):
@@ -263,7 +264,7 @@ def measure(steps: int, groups: list[list[Scenario]], rate_mbit: float) -> dict[
     figures: dict[str, float] = {}
     with link(rate_mbit) as cluster:
         where = f"a link of {rate_mbit:g} Mbit/s" if cluster else "the loopback, not limited"
-        print(f"2 ranks over {where}, {steps} steps each; times from the agent / true times in ms")
+        print(f"2 ranks over {where}, {steps} steps each; times reported by the agent / true times, in ms")
         measured = (pair for group in groups for pair in run_scenarios(group, steps, cluster))
         for scenario, (agent, true) in zip(SCENARIOS, measured, strict=True):
             cells = []

@@ -131,7 +131,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def measured(root: Path) -> str:
     """Return a table of the figures in the newest reports, and the report that contains each figure.
 
-    If a benchmark has several reports of one day, the report over more workloads (`NAME-72-grids`) counts.
+    If a benchmark has several reports from one day, the report that covers more workloads (`NAME-72-grids`) is used.
     """
     found: dict[str, tuple[float, str]] = {}
     reports = (*(root / "benchmarks" / "results").glob("*.json"), *(root / "experiments").rglob("results/*.json"))
@@ -193,7 +193,7 @@ def compared() -> str:
 
 
 def trained() -> str:
-    """Return our rows of Table I, and a paragraph on plain large batches, linear scaling and real DDP ranks."""
+    """Return our rows for Table I, and a paragraph on plain large batches, linear scaling and real DDP ranks."""
     stored, sgd, adam = cases()
     lines = [f"| ours, batch | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for row in (*sgd, *adam):
@@ -218,7 +218,7 @@ def trained() -> str:
 
 
 def factors() -> str:
-    """Return the table of static factors on our networks, and how it compares with the paper's figures 6 to 8."""
+    """Return the table of static factors on our networks, and a comparison with the paper's figures 6 to 8."""
     table = [line for line in (RESULTS / "static.md").read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     stored = json.loads((RESULTS / "static.json").read_text(encoding="utf-8"))
     with (RESULTS / "static-steps.csv").open(encoding="utf-8") as file:
@@ -273,7 +273,7 @@ def paragraphs(*texts: str) -> str:
 
 
 def with_tables(page: str) -> str:
-    """Return `docs/paper.md` with the texts and tables made from reports between their marks."""
+    """Return `docs/paper.md` with the texts and tables made from reports inserted between their marks."""
     parts = (
         (MEASURED, measured(ROOT)),
         (COMPARED, compared()),
@@ -329,7 +329,7 @@ def methods(*kinds: type) -> str:
 
 
 def _range(text: str, key: str, value: float) -> str:
-    """Return the range over the three runs and this one, or "" for a figure without repeated runs."""
+    """Return the range over the three runs and the given value, or "" for a figure without repeated runs."""
     if key not in REPEATED:
         return ""
     row = next(line for line in text.splitlines() if line.startswith(f"| {REPEATED[key]} |"))

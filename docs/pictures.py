@@ -135,7 +135,7 @@ def measured_steps(job: JobHandle) -> list[list[str]]:
 
 
 def steps_of(answer: Recommendation, followed: LedgerEntry) -> list[list[str]]:
-    """Return the steps' titles and lines, from a recommendation and the ledger entry of the training that followed."""
+    """Return the steps' titles and lines, from a recommendation and the ledger entry of the run that followed it."""
     chosen, predicted = followed.configuration, followed.predicted_step_time_s
     assert chosen is not None
     assert predicted is not None
@@ -182,7 +182,7 @@ def workflow(steps: list[list[str]]) -> str:
 
 
 def keep(screenshot: bytes, output: Path) -> None:
-    """Write a picture with few colours, which reduces the file to a quarter of its size."""
+    """Write a screenshot with fewer colours, which reduces the file to a quarter of its size."""
     Image.open(io.BytesIO(screenshot)).quantize(COLOURS).save(output, optimize=True)
     print(f"{output}: {output.stat().st_size / 1024:.0f} KiB", flush=True)
 

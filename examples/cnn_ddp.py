@@ -5,9 +5,9 @@
 `examples/paper/MODEL.toml` is the job of each network for `tula tune`, on the paper's 16 nodes. The script needs
 torchvision (`pip install 'tula[examples]'`). Its images are drawn at random once, so that neither a data set nor a
 loader limits the speed. The numbers of images and classes are those of the paper's data sets. The paper does not state
-the size of images; here, images of CIFAR-100 are 32 x 32, and all others are 224 x 224.
+the image sizes; here, CIFAR-100's images are 32 x 32, and all others are 224 x 224.
 
-`--facts` prints the network's facts as in the job file, and does not train.
+`--facts` prints the network's `[model]` values for a job file, and does not train.
 """
 
 import argparse
@@ -71,8 +71,8 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(DATA), default="resnet50")
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--size", type=int, help="images per epoch (default: as in the data set)")
-    parser.add_argument("--facts", action="store_true", help="print the network's facts and stop")
+    parser.add_argument("--size", type=int, help="images per epoch (default: the data set's size)")
+    parser.add_argument("--facts", action="store_true", help="print the network's `[model]` values, and do not train")
     args = parser.parse_args()
     if args.facts:
         print_facts(args.model)

@@ -83,7 +83,7 @@ def main() -> int:
     except TulaError as error:
         say(f"The demonstration failed: {error}")
         return 1
-    say(f"Done in {duration(time.monotonic() - began)}; the service has stopped and its database is deleted.")
+    say(f"Done in {duration(time.monotonic() - began)}; the service has stopped, and its database has been deleted.")
     return 0
 
 
@@ -223,7 +223,7 @@ def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> N
 def tula(*arguments: str) -> None:
     """Print and run a `tula` command; on Ctrl-C, interrupt the command and wait for its clean-up.
 
-    The command runs in a new session; otherwise, it would receive both the terminal's signal and this program's.
+    The command runs in a new session; otherwise, it would be interrupted twice, by the terminal and by this program.
     """
     say("$ tula " + " ".join(json.dumps(word) if " " in word else word for word in arguments))
     process = subprocess.Popen([sys.executable, "-m", "tula_client.cli", *arguments], start_new_session=True)

@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Augmented(Dataset[tuple[Tensor, Tensor]]):
-    """Images that are shifted and made noisy at each access, so that a loader takes longer than for reading alone."""
+    """Images that are shifted and made noisy at each access, so that loading takes longer than reading alone."""
 
     def __init__(self) -> None:
         self.images = torch.rand(2048, 8, 8)

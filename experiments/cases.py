@@ -1,12 +1,12 @@
-"""Runs the command in the first line of every script in a folder with a real service, and prints the outcomes.
+"""Runs each script in a folder against a real service, with the command in its first line, and prints outcomes.
 
     python -m experiments.cases FOLDER [--only 21 48] [--limit 600] [--logs FOLDER]
 
 The first line of a script, or the second line of a shell script, must be `# run: COMMAND     (what it shows)`; scripts
 without such a line are skipped. COMMAND runs in FOLDER, with TULA_URL set to a service that runs until this program
-ends. Words in square brackets are optional, and are left out. For each script, the program prints the name, the exit
-status, the duration in seconds, and the last measurements, failures and notes that `tula` printed. The reader must
-judge whether this output is correct.
+ends. Words in square brackets are optional, and are left out. For each script, the program prints the script's name,
+the exit status, the duration in seconds, and the last measurements, failures and notes that `tula` printed. The reader
+must judge whether this output is correct.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cases; return the number of cases that reached the time limit."""
     parser = argparse.ArgumentParser(prog="python -m experiments.cases", description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", nargs="*", default=[], help="run only scripts whose names begin with these")
+    parser.add_argument("--only", nargs="*", default=[], help="run only scripts whose names have one of these prefixes")
     parser.add_argument("--limit", type=float, default=600.0, help="time limit for each script in seconds (600)")
     parser.add_argument("--logs", type=Path, help="folder for the output of each script")
     options = parser.parse_args(arguments)

@@ -256,7 +256,7 @@ def open_store() -> Iterator[Callable[..., Store]]:
 
 @pytest.fixture
 def store(database_url: str, clock: ManualClock, open_store: Callable[..., Store]) -> Store:
-    """Return a store with the time of `clock`, on each engine in turn."""
+    """Return a store that takes the time from `clock`, on each engine in turn."""
     return open_store(database_url, now=clock)
 
 

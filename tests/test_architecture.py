@@ -119,7 +119,7 @@ def private_names(path: Path) -> set[str]:
 
 
 def private_uses(path: Path, names: set[str]) -> list[str]:
-    """Return the places where a file reads one of these names of an object other than `self`, imports or patches it."""
+    """Return the places where a file imports, patches or reads one of these names, except reads from `self`."""
     found = []
     for node in nodes(path):
         if (

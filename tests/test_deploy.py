@@ -1,4 +1,4 @@
-"""Tests container, compose and cluster files, without a container engine, against the code that they run."""
+"""Tests container, compose and cluster files against the code that they run, without a container engine."""
 
 from __future__ import annotations
 
@@ -174,10 +174,9 @@ CHANGED = {
 
 @pytest.fixture(scope="module")
 def helm() -> dict[str, Any]:
-    """Return what Helm renders from the chart, without values and with CHANGED, and its messages.
+    """Return what Helm renders from the chart without values and with CHANGED, what it refuses, and lint messages.
 
-    `refused` has its messages about two values that the chart must refuse, and about those in the command of
-    docs/deploy.md.
+    `refused` has Helm's messages about two values that the chart must refuse; values from docs/deploy.md must add none.
     """
     options = re.findall(r"(--set\S*) (\S+)", (ROOT / "docs/deploy.md").read_text(encoding="utf-8"))
     assert options
@@ -232,7 +231,7 @@ def test_the_example_job_gives_the_agent_what_it_reads() -> None:
 
 
 def test_the_commands_that_the_documents_say_fit_the_files() -> None:
-    """`docs/deploy.md` names this file as its test: its services, profiles, arguments and paths exist."""
+    """The services, profiles, arguments and paths in `docs/deploy.md` exist; the page names this file as its test."""
     text = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
     services = compose()["services"]
     ran = re.findall(r"docker compose run --rm (\S+) (\S+)", text)

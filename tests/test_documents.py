@@ -118,7 +118,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def two_databases(postgres_server: PostgresServer) -> Iterator[dict[str, str]]:
-    """Yield variables with a filled and an empty Postgres database, and the folder of Postgres's programs."""
+    """Yield variables that name a filled and an empty Postgres database, and the folder of Postgres's programs."""
     urls = [postgres_server.create_database(template="tula_template"), postgres_server.create_database()]
     plain = [url.replace("+psycopg", "") for url in urls]
     yield {"DATABASE": plain[0], "RESTORED": plain[1], "PG_BIN": str(postgres_server.programs)}

@@ -1,4 +1,4 @@
-"""Tests that the documents' figures are those of the reports that they name, and computes the quick ones again."""
+"""Tests that the figures in the documents equal those in the reports they name, and recomputes the quick ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the GPU benchmark on a CPU: it is complete and can be resumed."""
+"""Tests on a CPU that the GPU benchmark runs all of its parts and can be resumed."""
 
 from __future__ import annotations
 

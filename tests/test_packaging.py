@@ -1,4 +1,4 @@
-"""Tests that wheel and source archive can be built, contain only what runs, and need only few dependencies."""
+"""Tests that wheel and source archive can be built, contain only what users need, and have few dependencies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the walks in docs/architecture.md: every function exists, and one before it on the walk refers to it.
+"""Tests the walks in docs/architecture.md: every function exists, and an earlier one on the walk refers to it.
 
 A walk is a heading that begins with "Walk: " and, below it, a list in which each item begins with a function:
 

@@ -1,4 +1,7 @@
-"""Measures a training process and sends the data in the background; never raises an exception in the script."""
+"""Measures a training process and sends the measurements in the background.
+
+A failed measurement never raises an exception in the script.
+"""
 
 from __future__ import annotations
 

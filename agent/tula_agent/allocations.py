@@ -41,7 +41,7 @@ def segments_grow() -> bool:
 
 
 class Allocation(NamedTuple):
-    """Event in a trace: allocates `size` bytes under `key` or, if `size` is None, frees the memory of `key`."""
+    """Event in a trace that allocates `size` bytes under `key` or, if `size` is None, frees the bytes under `key`."""
 
     key: int
     size: int | None

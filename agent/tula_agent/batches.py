@@ -83,7 +83,7 @@ def stated_batch_size(loader: Any) -> int | None:
 
 
 def _lengths(batch: Any) -> dict[tuple[str, int], int]:
-    """Return every length in the batch that may be the batch size, keyed by its place; the most likely come first."""
+    """Return every length in the batch that may be the batch size, keyed by its place; the likeliest comes first."""
     lengths = {}
     if isinstance(batch, (list, tuple)):
         lengths["outer", 0] = len(batch)

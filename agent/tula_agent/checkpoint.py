@@ -133,9 +133,9 @@ def resume(
 
     Afterwards, loop over `range(resumed.epoch, epochs)`. If the batch size or the number of ranks has changed, training
     continues after the same number of examples, and the random number generators start afresh. Weights are read in
-    place, without a second copy. Torch's part of a checkpoint is pickled, and reading it can run any code, so resume
-    only from a folder that you trust. Raises `CheckpointError` on all ranks if the checkpoint does not fit the model
-    (in which case nothing has been changed), or if a rank cannot read the checkpoint. In the second case, do not
+    place, without a second copy. Torch's part of a checkpoint is pickled, and reading it can run arbitrary code, so
+    resume only from a folder that you trust. Raises `CheckpointError` on all ranks if the checkpoint does not fit the
+    model (in which case nothing has been changed), or if a rank cannot read the checkpoint. In the second case, do not
     continue training, since part of the checkpoint may have been loaded.
     """
     ranks = _Ranks(model)
@@ -195,7 +195,7 @@ def resume(
 
 
 def _weights(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Return the state of model and optimizer for `torch.distributed.checkpoint`, without copying the tensors."""
+    """Return the model's and optimizer's state for `torch.distributed.checkpoint`, without copying the tensors."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 
     if optimizer is None:
@@ -223,7 +223,7 @@ def _describe(optimizer: Any) -> str | None:
 def _refuse_other_weights(state: dict[str, Any], folder: Path) -> None:
     """Raise ValueError if the checkpoint lacks weights, or has weights that the model does not have.
 
-    Torch would ignore both cases. It detects differing shapes itself, before it changes any tensor.
+    Torch would ignore both cases. Torch itself detects mismatched shapes before it changes any tensor.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -358,9 +358,10 @@ class _Ranks:
 
 
 def _new_folder(root: Path, facts: dict[str, Any]) -> str:
-    """Create the folder of a new checkpoint of step `facts["step"]`, the newest below `root`; return its name.
+    """Create the folder of a new checkpoint of step `facts["step"]` below `root`; return the folder's name.
 
-    If a crash left an unfinished folder with that name, the folder is reused.
+    If the step has complete checkpoints, the new one gets the next number. If a crash left an unfinished folder with
+    that name, the folder is reused.
     """
     step = facts["step"]
     number = 1 + max((number for of, number in map(_age, _complete(root)) if of == step), default=0)

@@ -42,9 +42,10 @@ class WantedJob:
 
 @dataclass(frozen=True)
 class ProfilePlan:
-    """Plan of a profiling run: steps to discard, steps to measure, and the relative error at which to end early (0:
-    never).
+    """Plan of a profiling run.
 
+    warmup_steps, measure_steps: the numbers of steps to discard and to measure. precision: the relative error of the
+    step time that lets the run end early (0: never).
     smaller_batches: local batch sizes that the same launch measures first, in ascending order, each with its run.
     probe_s: the number of seconds that the ranks spend timing all-reduces after the first warm-up (0: none).
     """
@@ -150,7 +151,7 @@ def is_id(value: object) -> bool:
 
 
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if a launcher started this process as a rank; SLURM_NTASKS only gives the size of an allocation."""
+    """Return True if a launcher started this process as a rank; SLURM_NTASKS is ignored, as allocations set it too."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return True
     sizes = (
@@ -182,7 +183,7 @@ def _smaller_batches(text: str) -> tuple[tuple[int, str], ...]:
     batches = tuple(sorted((int(size), run) for size, _, run in pairs if size.isdecimal() and is_id(run)))
     if len(batches) == len(pairs) and all(size >= 1 for size, _ in batches):
         return batches
-    logger.warning("TULA_SMALLER_BATCHES is %r and is ignored: it must list batches and runs, as in 8=run-1", pairs)
+    logger.warning("TULA_SMALLER_BATCHES is %r and is ignored: it must list batch sizes and runs, as in 8=run-1", pairs)
     return ()
 
 

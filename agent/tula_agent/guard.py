@@ -1,4 +1,4 @@
-"""Guards every call from the training script, since no exception of the agent may reach the script."""
+"""Guards calls from the training script, so that a failed measurement never raises an exception in the script."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ def _own_device() -> int | None:
 def cuda_oom_count(device: int | None) -> int:
     """Return the number of out-of-memory errors of this process's CUDA allocator on `device`; 0 without CUDA.
 
-    device: the index of a device (None without CUDA), since the current device differs between threads.
+    device: the device's index (None without CUDA), which is needed because the current device differs between threads.
     """
     if device is None:
         return 0

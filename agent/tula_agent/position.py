@@ -23,9 +23,9 @@ class Position:
     `step` counts micro-steps from the start of training. `epochs_before` is the progress of earlier processes, measured
     in epochs because epochs do not depend on the batch size; `known` is True once the script or `resume` has set
     `epochs_before`. `resumable`: True if the script calls `resume`, so that the random state must be read.
-    `at_epoch_start`: the random state at the start of the current epoch. `pending`: the data to continue an interrupted
-    epoch (the number of batches to skip, the random state at the start of the epoch, and the random state after the
-    skipped batches).
+    `at_epoch_start`: the random state at the start of the current epoch. `pending`: what is needed to continue an
+    interrupted epoch (the number of batches to skip, the random state at the start of the epoch, and the random state
+    after the skipped batches).
     """
 
     epoch: int = 0

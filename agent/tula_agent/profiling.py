@@ -168,7 +168,7 @@ class Profiling:
                 self.drop_smaller_batches()  # the ranks would not end a measurement at the same step
 
     def may_repeat(self) -> bool:
-        """Return True if a profiling run needs more steps than its loader provides; all ranks get the same result."""
+        """Return True if a profiling run may repeat its loader to measure more steps; all ranks get the same result."""
         if not self.measuring:
             return False
         if not self._agreement.joined:

@@ -25,9 +25,9 @@ class StepTiming(NamedTuple):
     """Times of one optimizer step on this rank, in seconds.
 
     `step_time_s`: the time from batch to batch, including waits for data. `uneven`: True if the micro-steps had
-    different batch sizes, or the step differs from the run's usual step. `optimizer_time_s`: the time from the first
-    optimizer's call to the end of the step, including the clearing of gradients; None if no optimizer was watched or
-    the host does not wait for the device.
+    different batch sizes, or if the step is not comparable with the run's usual steps. `optimizer_time_s`: the time
+    from the first optimizer's call to the end of the step, including the clearing of gradients; None if no optimizer
+    was watched or the host does not wait for the device.
     """
 
     step: int
@@ -97,8 +97,7 @@ class Interval:
         self.end: Any = None
 
     def poll(self) -> tuple[float, float | None, float | None] | None:
-        """Return the times of the step in seconds, or None if the device has not completed the step yet, without
-        waiting.
+        """Return the step's times in seconds without waiting; None if the device has not completed the step yet.
 
         The three times are the duration of the whole step; the wait for data, which is zero if the device had other
         work; and the time from the optimizer's call to the end of the step. Each of the last two is None if its event

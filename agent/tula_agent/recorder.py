@@ -69,7 +69,7 @@ _recorders = count()
 
 
 class TrackedObjects:
-    """Models and optimizers passed to all calls of `run.watch`, in order, for as long as the script keeps them.
+    """Models and optimizers from all calls of `run.watch`, in order, for as long as the script keeps them.
 
     References are weak, because a strong reference to a model would keep its process group open. scaled: the optimizers
     that scale gradients (`TulaOptimizer`) and must observe each batch, with the values that each of them reported last.
@@ -262,7 +262,7 @@ class Recorder:
         self.readings.epochs_before = epochs_before if known or not self.config.restarted else None
 
     def may_repeat(self) -> bool:
-        """Return True if a profiling run needs more steps than its loader provides; all ranks get the same result."""
+        """Return True if a profiling run may repeat its loader to measure more steps; all ranks get the same result."""
         repeats = not self.finished and self.profiling.may_repeat()
         self._follow_first_rank()
         self._repeats = self._repeats or repeats
@@ -297,7 +297,7 @@ class Recorder:
             self._follow_first_rank()
 
     def measure_alone(self, because: str) -> None:
-        """Measure this rank's steps without an agreement between ranks about the end of the measurement.
+        """Measure this rank's steps without agreeing with the other ranks on when to stop.
 
         Only the first rank may end the measurement. If another rank ended it, the first rank could wait in a step while
         that rank sends its data.
@@ -467,7 +467,7 @@ class Recorder:
             self._device_clock.begin()
 
     def log(self, values: dict[str, Any]) -> int | None:
-        """Log named values of the current step or, between steps, of the last one; only the first rank sends values.
+        """Log named values of the current step or, between steps, of the last step; only the first rank sends values.
 
         Returns the number of the step, or None if nothing is sent.
         """
@@ -549,7 +549,7 @@ class Recorder:
         self.readings.expects_comm = self.readings.expects_comm or split.usable
 
     def _time_buckets(self, local_batch_size: int | None) -> None:
-        """Start or stop timing the buckets of the only DDP module."""
+        """Start or stop timing the buckets of the DDP module; do nothing unless there is exactly one."""
         if not self.guard.works("timing buckets"):
             self._bucket_timer = None
             return
@@ -732,7 +732,10 @@ class Recorder:
     def _check_accumulation(self, step: int) -> None:
         configured, seen = self.config.grad_accum_steps, self.timer.grad_accum_steps
         if self.leads and step == WATCHED_KNOWN_STEP and configured is not None and configured != seen:
-            text = "the script accumulates %d micro-steps per step, but the run requires %d: use its grad_accum_steps"
+            text = (
+                "the script accumulates %d micro-steps per step, but the run requires %d: use the run's "
+                "grad_accum_steps"
+            )
             logger.warning(text, seen, configured)
         if step == UNWATCHED_KNOWN_STEP and self._optimizer_calls is not None:
             calls, self._optimizer_calls = next(self._optimizer_calls), None
@@ -743,14 +746,15 @@ class Recorder:
                 logger.warning(text, batches, seen)
 
     def _say_what_changes(self, step: int, warmup: bool) -> None:
-        """Warn of signs that later steps will differ from the measured steps at the beginning of training."""
+        """Warn of signs that later steps will differ from those measured at the beginning of training."""
         if warmup:
             self.timer.rose_from = 0
         if self.timer.rose_from and not self._said_rise:
             self._said_rise = True
             text = (
                 "the script's accumulation rose from %d to %d micro-steps per step while it was measured, and may rise "
-                "further: for tuning, turn this warm-up off, or set profiling_warmup_steps to more steps than it takes"
+                "further: for tuning, keep the accumulation constant, or discard the rise with a larger "
+                "profiling_warmup_steps"
             )
             logger.warning(text, self.timer.rose_from, self.timer.grad_accum_steps)
         if step != WATCHED_KNOWN_STEP:
@@ -761,8 +765,8 @@ class Recorder:
             total = sum(parameter.numel() for parameter in parameters)
             if 2 * frozen > total:
                 text = (
-                    "%.1f %% of the weights are frozen, and the measurement is valid only while they are: if the "
-                    "script trains these weights in a later phase, also tune a command that begins with that phase"
+                    "%.1f %% of the weights are frozen, and the measurement is valid only while they stay frozen: "
+                    "if the script trains them in a later phase, also tune a command that begins with that phase"
                 )
                 logger.warning(text, min(99.9, 100.0 * frozen / total))
 
@@ -777,7 +781,7 @@ class Recorder:
                     self.readings.host["operations"] = operations
 
     def _read_host(self) -> None:
-        """Read the facts about the host once, in about 10 ms (an operation is timed). Never raises."""
+        """Read the facts about the host once, which takes about 10 ms, since operations are timed. Never raises."""
         host = self.readings.host
         if not self.leads or "cores" in host:
             return
@@ -788,7 +792,7 @@ class Recorder:
             host.update(facts)  # in one call, since the shipping thread sends the facts as soon as they exist
 
     def _look_at_switches(self, step: int) -> None:
-        """Report the switches observed in one profiling step, and warn of run options that the step does not follow."""
+        """Report the switches observed in one profiling step, and warn of run options that contradict them."""
         with self.guard("looking at the script's switches"):
             if step == SWITCHES_SEEN_AFTER:
                 self._switch_watch = SwitchWatch(list(self.objects.models))
@@ -840,7 +844,7 @@ class Recorder:
         return due if self.joining is None or self.joining.run_id is not None else []
 
     def seen_configuration(self) -> tuple[int, int] | None:
-        """Return the local batch size and the accumulation; None until the first step (or the script) has ended."""
+        """Return the local batch size and micro-steps per step; None until the first step (or the script) has ended."""
         if self._batch_size is None or (self.timer.step == 0 and not self.finished):
             return None
         return self._batch_size, self.timer.grad_accum_steps

@@ -108,13 +108,13 @@ def has_ddp_statistics(model: Any) -> bool:
 
 
 def ddp_statistics(model: Any) -> Mapping[str, Any]:
-    """Return DDP's times of one iteration in nanoseconds, such as `backward_comm_time` and its overlapped part."""
+    """Return DDP's timings of one iteration in nanoseconds, such as `backward_comm_time` and its overlapped part."""
     statistics: Mapping[str, Any] = model._get_ddp_logging_data()
     return statistics
 
 
 def set_ddp_statistics_interval(model: Any, steps: int) -> None:
-    """Make DDP time one of every `steps` iterations (default 100), after the first ten, which it always times."""
+    """Make DDP time one of every `steps` iterations (100 by default) after the first ten, which DDP always times."""
     setter = getattr(model, "_set_ddp_runtime_logging_sample_rate", None)
     if setter is not None:
         setter(steps)
@@ -183,9 +183,10 @@ def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def norm_squared(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return |G|^2 over all tensors as a 0-d tensor in the widest type of the first tensor's device; 0 without tensors.
+    """Return |G|^2 over all tensors as a 0-d tensor in the widest type of the first tensor's device.
 
-    The public `torch.nn.utils.get_total_norm` exists only since torch 2.6 and has no `dtype` argument.
+    Without tensors, the result is 0. The public `torch.nn.utils.get_total_norm` exists only since torch 2.6 and has no
+    `dtype` argument.
     """
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device="cpu")
@@ -289,9 +290,7 @@ def to_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device
 
 
 def autocast_dtype() -> torch.dtype | None:
-    """Return the autocast dtype of this thread, for the GPU if enabled there, or else for the CPU; None if autocast is
-    off.
-    """
+    """Return this thread's autocast dtype for the GPU or, if it is off there, for the CPU; None if both are off."""
     return next((torch.get_autocast_dtype(kind) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
 
 

@@ -293,7 +293,7 @@ class UneditedLoop:
         return min(batches, backwards) or max(batches, backwards)
 
     def _boundary(self) -> None:
-        """End the current step; if a profiling run has measured enough, exit the script on all ranks after the same
+        """End the current step; if a profiling run has measured enough, end the script on all ranks after the same
         step.
 
         A script that can't be ended at this step continues to train without measurement until the launcher ends it.
@@ -332,7 +332,7 @@ class UneditedLoop:
     def _say_what_is_not_seen(self) -> None:
         missing = [] if self._loads else ["the batches, since no DataLoader yields them (their size is assumed)"]
         if not self._loads and not self._sees_backwards:
-            missing.append("accumulation (if the script accumulates, call tula_agent.init(grad_accum_steps=...))")
+            missing.append("gradient accumulation (if there is any, call tula_agent.init(grad_accum_steps=...))")
         if not self._models and current_group() is not None and torch.distributed.get_world_size() > 1:
             missing.append("communication, since no DistributedDataParallel model contains the optimizer's parameters")
         if missing:

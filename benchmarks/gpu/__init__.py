@@ -1,4 +1,4 @@
-"""Contains all measurements that need a GPU, which one command makes in a few minutes; see `__main__`."""
+"""Contains all measurements that need a GPU; one command makes them in a few minutes (see `__main__`)."""
 
 import os
 import sys

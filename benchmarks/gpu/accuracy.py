@@ -26,7 +26,7 @@ METHODS = ("Tula default", "linear, cut", "linear", "Muon")
 
 
 def tests_of(runs: Path) -> Row:
-    """Return the test accuracies of the runs in the file `runs` by method, in percent."""
+    """Return, by method, the test accuracies in percent of the runs that the file `runs` contains."""
     tests: dict[str, list[float]] = defaultdict(list)
     for line in runs.read_text(encoding="utf-8").splitlines() if runs.exists() else []:
         run = json.loads(line)

@@ -1,9 +1,10 @@
-"""Compares a device's largest batch with predictions of it, which are made from memory readings or without a run.
+"""Compares the largest batch that fits on a device with predictions from memory readings and without a run.
 
     python -m benchmarks.gpu.estimates [benchmarks/results/gpu/DEVICE] [--only NAME] [--json FILE]
 
-The true largest batch is the largest batch with which three steps fitted into an empty allocator with growing segments,
-as set by `tula tune` and `tula run` (`memory.json` of the report, to within 1/32).
+The true largest batch is the largest batch with which three steps fitted into memory, starting with an empty allocator.
+The allocator's segments could grow, as `tula tune` and `tula run` configure them. This batch comes from the report's
+`memory.json`, which states it to within 1/32.
 
 `ceiling.*` are predicted from readings at a batch and at four times this batch, and from the bytes of parameters,
 gradients and optimizer that `estimate_memory` counts; the peak of the larger batch is as near to a quarter of the
@@ -109,9 +110,10 @@ def _of_tables(row: Row) -> Row:
 class Errors:
     """Errors of one network in one precision.
 
-    `peak` and `peak_read` are the relative errors of the predicted peak at the largest batch, as counted and from
-    readings. `read`, `launch` and `counted` are the ceilings with growing segments, from readings, from the readings of
-    a launch, and as counted. `replayed` is the counted ceiling with segments that do not grow.
+    `peak` and `peak_read` are the relative errors of the peak at the largest batch, as predicted by `estimate_memory`
+    and from readings. `read`, `launch` and `counted` are the ceilings with growing segments, as predicted from
+    readings, from the readings of a launch, and by `estimate_memory`. `replayed` is the ceiling that `estimate_memory`
+    predicts with segments that do not grow.
     """
 
     peak: float
@@ -191,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cells = [[name, *(f"{100 * off:+.1f} %" for off in _parts(row))] for name, row in of_rows.items()]
     header = ["network", "peak", "from readings", "readings: expected", "promised"]
     header += ["launch: expected", "promised", "no run: expected", "promised", "replayed: expected", "promised"]
-    print_table("errors compared with the device", header, cells)
+    print_table("errors relative to the device's measurements", header, cells)
     print("; ".join(f"{name} {value:.3f}" for name, value in figures.items()))
     write_json(options.json, figures)
     return 0

@@ -1,8 +1,8 @@
 """Finds the largest batch with which three steps fit into an empty allocator, with and without growing segments.
 
-One process for each kind of segments tries all networks; before each attempt it frees all its memory, so that the
-device is in the same state as at the start of training. The search starts at the largest batch in the stored H100
-report and ends when the result is known to within 1/32 of this batch.
+For each kind of segments, one process tries all networks. Before each attempt, the process frees all its memory, so
+that the device is in the same state as at the start of training. The search starts at the largest batch in the stored
+H100 report and ends when the result is known to within 1/32 of this batch.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ def in_fresh_process(work: Callable[..., T], *arguments: Any) -> T:
 
 
 def largest_fitting(fits: Callable[[int], bool], start: int, ends: float) -> tuple[int, int] | None:
-    """Return the largest batch known to fit (0: none) and the smallest known to fail, less than 1/32 of `start` apart.
+    """Return the largest batch known to fit (0: none) and the smallest batch known to fail.
 
-    The distance from `start` doubles until a batch that fits and a batch that fails are known; then the interval
-    between them is halved repeatedly. Returns None if the search is not finished at `ends` (monotonic time).
+    The two differ by at most 1/32 of `start`, or by 1. The distance from `start` doubles until a batch that fits and a
+    batch that fails are known; then the interval between them is halved repeatedly. Returns None if the search is not
+    finished at `ends` (monotonic time).
     """
     step = finest = max(1, start // WITHIN)
     fitted, failed = 0, 0
@@ -68,7 +69,7 @@ def largest_fitting(fits: Callable[[int], bool], start: int, ends: float) -> tup
 
 
 def measure(name: str, start: int, device: torch.device, ends: float, smoke: bool) -> Row | None:
-    """Return the largest batch that fits, with the allocator's statistics at it, and the smallest that failed."""
+    """Return the largest batch that fits, the allocator's statistics for this batch, and the smallest failed batch."""
     network, precision = name.split()
     known = networks(smoke)[network]
     held: Row = {}

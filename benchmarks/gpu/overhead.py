@@ -1,4 +1,4 @@
-"""Measures the agent's CPU time on the training thread to within 10 us, and compares two measurements of energy."""
+"""Measures the agent's CPU time on the training thread to within 10 us, and compares two ways of measuring energy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests several ranks and, with two or more GPUs, checks the agent's exposed communication by means of `no_sync`."""
+"""Tests training on several ranks and, with several GPUs, checks the agent's exposed communication using `no_sync`."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def measure(device: torch.device, smoke: bool) -> Row:
 def _train(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor], steps: int
 ) -> tuple[list[float], list[float]]:
-    """Return the seconds of each step except the first, and of the exposed communication if the agent measured it."""
+    """Return the times of all steps but the first, and the exposed communication that was measured, in seconds."""
     split, timer = CommSplit([model], profiling=True), StepTimer(grad_accum_steps=1)
     times, exposed = [], []
     for _ in range(steps + 1):
@@ -106,7 +106,7 @@ def _train(
 def _timeline(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]
 ) -> dict[str, list[float]] | None:
-    """Return the times in the backward pass at which each bucket of DDP is ready, as the agent reports them."""
+    """Return the times in the backward pass at which DDP's buckets are ready, as the agent reports them."""
     timer = BucketTimer(model)
     found = None
     for _ in range(2 * TIMED_STEPS):  # the same number of steps on every rank

@@ -152,7 +152,7 @@ def _overhead(rows: dict[str, Row]) -> Iterator[str]:
             low, high = (1e6 * bound for bound in row["interval_s"])
             yield f"- {name}: {1e6 * row['seconds']:+.1f} [{low:.1f}, {high:.1f}] us a step, {row['pairs']} pairs"
         elif "counter_j" in row:
-            yield f"- {name}: {row['counter_j']:.0f} J by the counter, {row['samples_j']:.0f} J by samples of the power"
+            yield f"- {name}: {row['counter_j']:.0f} J from the counter, {row['samples_j']:.0f} J from power samples"
         else:
             yield f"- {name}: {row.get('verdict', row.get('failed'))}"
 

@@ -114,7 +114,7 @@ def _waits(
 
 
 def measure_turning(precision: str, device: torch.device, smoke: bool) -> Row:
-    """Return the host's seconds and the total seconds to turn the updates of ResNet-50's matrices once."""
+    """Return how many seconds turning the updates of ResNet-50's matrices once takes on the host and in total."""
     network = resnet(18 if smoke else 50, channels=3, num_classes=1000, width=8 if smoke else 64)
     shapes = [shape for parameter in network.parameters() if (shape := matrix_shape(parameter)) is not None]
     shapes.sort(key=lambda shape: (shape.rows, shape.columns))

@@ -1,7 +1,7 @@
 """Measures step time and memory with all combinations of a script's switches, and compares them with predictions.
 
 The switches are precision, compilation, memory layout and checkpointing of ResNet-50 and GPT-2 small, at two batches.
-`predicted_s` is predicted from launches of the base and of each single switch, by adding the logarithms of the single
+`predicted_s` is predicted from launches of the base and of each switch alone, by adding the logarithms of the switches'
 effects.
 """
 
@@ -107,7 +107,7 @@ def combinations(compiled: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
 
 
 def predictions(rows: dict[str, Row]) -> dict[str, dict[str, float]]:
-    """Return step times in seconds, keyed by row and batch, predicted from the network's base and single switches."""
+    """Return step times in seconds by row and batch, predicted from the network's base and from each switch alone."""
     found: dict[str, dict[str, float]] = {}
     for label, row in rows.items():
         if "failed" in row:

@@ -190,7 +190,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def measure_network(network: Network, precision: str, device: torch.device, ends: float, smoke: bool) -> Row:
-    """Return all figures of one network in one precision; `complete` is False if monotonic time `ends` was reached."""
+    """Return all figures of one network in one precision; `complete` is False if the time limit `ends` was reached."""
     trainer, monitor = Trainer(network, precision, device), MemoryMonitor(1)
     monitor.before_training([trainer.model])
     with trainer.autocast():

@@ -97,7 +97,7 @@ def _tula(folder: Path, url: str, ends: float, *arguments: str) -> dict[str, Any
             timeout=max(0.0, ends - time.monotonic()),
         )
     except subprocess.TimeoutExpired:
-        raise TimeoutError(f"tula {arguments[0]} did not end within the time of this part") from None
+        raise TimeoutError(f"tula {arguments[0]} did not end within this part's time limit") from None
     if done.returncode:
         logs = [path.read_text(errors="replace")[-2000:] for path in folder.glob(".tula/*/logs/*.log")]
         raise RuntimeError(f"tula {arguments[0]}: {done.stdout[-1500:]}{done.stderr[-1500:]}{''.join(logs)}")

@@ -1,4 +1,4 @@
-"""Creates a virtual environment with only the dependencies of a distribution's extras, without a package index.
+"""Creates a virtual environment with only the dependencies of a distribution's extras; no package index is needed.
 
 The distributions of the running interpreter are linked, not copied, so nothing is downloaded. Packages that an extra
 does not require are absent.

@@ -3,15 +3,16 @@
 The parent process runs this file as a program. Its arguments are the name of its socket and the modules to import. From
 each line of a connection, it reads a JSON object with argv (a script, `-c` and a program text, or `-m` and a module,
 followed by arguments), env, a working folder, files for stdout and stderr, files to open under further descriptors, the
-interpreter for multiprocessing to start, and the process whose namespaces the program enters. It forks a child and
-replies with the child's process id and the file to which it will write the exit status when the child ends. The child
-behaves like a process that `python ARGV` has started: it has a separate session, environment and files, and the
-signals, `atexit` functions and exit status of the program. It only skips the interpreter's clean-up after the `atexit`
-functions, because freeing all modules of torch in copied pages would take half a second of CPU time, which is more than
-most programs of the tests take. The child also leaves a process group a little later than its script does
-(`leave_groups_late`), because with gloo the destructor of a DDP model holds the GIL and waits for a thread that may
-need the GIL to free the last reduction. When a connection closes, which also happens when the tests are killed, the
-parent ends all children of the connection that still run; without a connection, the parent ends.
+interpreter for multiprocessing to start, and the process whose namespaces the program enters. It forks a child, and
+replies with the path of a file, which is named after the child's process id. When the child ends, the parent writes its
+exit status to this file. The child behaves like a process that `python ARGV` has started: it has a separate session,
+environment and files, and the signals, `atexit` functions and exit status of the program. There are two differences.
+The child skips the interpreter's clean-up after the `atexit` functions, because freeing all modules of torch in copied
+pages would take half a second of CPU time, which is more than most programs of the tests take. The child also leaves a
+process group a little later than its script asks (`leave_groups_late`), because with gloo the destructor of a DDP model
+holds the GIL and waits for a thread that may need the GIL to free the last reduction. When a connection closes, which
+also happens when the tests are killed, the parent ends all children of the connection that still run. When no
+connection is left, the parent ends.
 """
 
 from __future__ import annotations
@@ -327,7 +328,7 @@ def read_line(link: socket.socket) -> bytes:
 
 
 def know_files() -> None:
-    """Record in `inspect`'s cache the module of each file, since torchrun inspects its stack at each change of state.
+    """Record each file's module in the cache of `inspect`, since torchrun inspects its stack at each change of state.
 
     For each frame of an unknown file, `inspect` searches all modules, which takes 0.6 s of CPU time in each torchrun.
     """
@@ -395,7 +396,7 @@ def exit_status(error: BaseException) -> int:
 
 
 def inherit(paths: Mapping[str, str]) -> None:
-    """Open the given files below /proc in their current modes, each under the descriptor that is its key."""
+    """Open the given files below /proc in their current modes, each under the descriptor that maps to it."""
     opened: dict[int, int] = {}
     for descriptor, path in paths.items():
         (flags,) = re.findall(r"^flags:\s+(\d+)", Path(path.replace("/fd/", "/fdinfo/")).read_text(), re.MULTILINE)
@@ -408,7 +409,7 @@ def inherit(paths: Mapping[str, str]) -> None:
 
 
 def set_namespace(file: int, kind: int, name: str) -> None:
-    """Move this process into the namespace of an open file, of the given kind (see setns(2)).
+    """Move this process into the namespace, of the given kind, to which an open file refers (see setns(2)).
 
     Raises OSError with the name if it cannot enter the namespace.
     """
@@ -417,7 +418,7 @@ def set_namespace(file: int, kind: int, name: str) -> None:
 
 
 def enter_namespaces(pid: int) -> None:
-    """If process `pid` is in other namespaces than this process, fork a child that continues in those namespaces.
+    """If process `pid` and this process have different namespaces, fork a child that continues in those of `pid`.
 
     The child then has the network, host name, mounts and process ids of that process's machine in a cluster. This
     process only represents the child: it forwards signals, and ends as the child does.

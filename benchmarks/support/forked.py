@@ -21,12 +21,12 @@ def fork_server() -> ForkServer:
 
 @functools.cache
 def spawns() -> Path:
-    """Return a program that forks a service or its process for fits, so that neither has to import its modules."""
+    """Return a program that forks a service, or the process that computes its fits, with all modules imported."""
     return programs(fork_server(), {"python": []}, spawns="python") / "python"
 
 
 class Server(server.Server):
-    """A service in a separate process, which is forked unless it has several workers or another interpreter."""
+    """A service in a separate process, which is forked unless it needs several workers or another interpreter."""
 
     def start_process(self, python: str, arguments: list[str], environment: dict[str, str]) -> server.Process:
         """Fork the service, or start it with `python` if it needs several workers or another interpreter."""

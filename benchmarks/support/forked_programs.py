@@ -1,4 +1,4 @@
-"""Creates programs that replace an interpreter and request their process from a `ForkServer` instead of starting it.
+"""Creates programs that stand in for an interpreter: a `ForkServer` forks the process that they would start.
 
 While the forked process runs, the program represents it: the process uses the program's output, working directory,
 environment, namespaces and inherited files, and receives the program's signals. The program ends with the exit status
@@ -90,7 +90,7 @@ def _serve(listening: socket.socket, forks: ForkServer, spawns: Path | None) -> 
 
 
 def _stand_for(link: socket.socket, forks: ForkServer, spawns: Path | None) -> None:
-    """Fork the process that one program requests; tell the program when it has started, and its exit status."""
+    """Fork the process that one program requests; report the process's start and exit status to the program."""
     with suppress(OSError), link, link.makefile("rw") as lines:
         order = json.loads(lines.readline())
         pid = int.from_bytes(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), sys.byteorder)
@@ -106,7 +106,7 @@ def _stand_for(link: socket.socket, forks: ForkServer, spawns: Path | None) -> N
 
 
 def _wait(process: ForkedProcess, link: socket.socket) -> int:
-    """Pass the program's signals on to the process, and SIGKILL if the program ends first; return the exit status."""
+    """Pass the program's signals on to the process; kill it if the program ends first; return the exit status."""
     while (code := process.poll()) is None:
         if select.select([link], [], [], LOOK_EVERY_S)[0]:
             if not (received := link.recv(1)):  # the program has ended, and so has its link

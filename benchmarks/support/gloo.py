@@ -71,7 +71,7 @@ def print_line(line: str) -> None:
 
 
 def print_results_of_all_ranks(result: Any) -> None:
-    """Print `RESULT` and the results of all ranks as JSON, in the order of ranks, on rank 0; then leave the group."""
+    """On rank 0, print `RESULT` and the results of all ranks as JSON in rank order; then leave the group."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, result)
     if dist.get_rank() == 0:

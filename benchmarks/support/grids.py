@@ -41,11 +41,11 @@ class Placement(Configuration):
 
 @dataclass(frozen=True)
 class Workload:
-    """All measured configurations for one combination of GPU, network and placement, with mean step times in seconds.
+    """All measured configurations for one combination of GPU, network and placement, with their mean step times.
 
-    `observed_s` contains the step times that profiling measures, if they differ from the true ones in `step_time_s`.
-    `sync_time_s` contains the time that a step waits for gradients, for the configurations for which the source states
-    it.
+    All times are in seconds. `observed_s` contains the step times that profiling measures, if they differ from the true
+    ones in `step_time_s`. `sync_time_s` contains the time that a step waits for gradients, for the configurations for
+    which the source states this time.
     """
 
     name: str
@@ -78,14 +78,14 @@ class Workload:
         ]
 
     def noisy(self, sd: float, generator: np.random.Generator) -> Workload:
-        """Return the workload with one noisy run of each configuration; `sd` is the noise's log standard deviation."""
+        """Return the workload with one noisy run per configuration; `sd` is the standard deviation of the log time."""
         observed = {c: t * float(generator.lognormal(0.0, sd)) for c, t in self.step_time_s.items()}
         return replace(self, observed_s=observed)
 
 
 @dataclass(frozen=True)
 class MemoryWorkload:
-    """The local batches of one network on one GPU in ascending order, and the memory in bytes that was read at each.
+    """The local batches of one network on one GPU in ascending order, and the bytes of memory read at each batch.
 
     `analytic_bytes` is the result of a count of tensors at each batch, and `parameters` is the network's number of
     parameters, if the table has these columns.
@@ -161,7 +161,10 @@ def end_launches(candidates: Sequence[Configuration]) -> list[Launch]:
 
 
 def middle_launch(candidates: Sequence[Configuration]) -> list[Launch]:
-    """Return the launch with a number of ranks nearest to the geometric mean of the end launches, or an empty list."""
+    """Return a list with the launch in the middle between the end launches, or an empty list if there is none.
+
+    The number of ranks of this launch is nearest to the geometric mean of the end launches' numbers of ranks.
+    """
     ends = end_launches(candidates)
     rest = find_launches(candidates) - set(ends)
     centre = math.prod(launch.world_size for launch in ends) ** (1.0 / len(ends))
@@ -169,7 +172,7 @@ def middle_launch(candidates: Sequence[Configuration]) -> list[Launch]:
 
 
 def read_memory(path: Path) -> list[MemoryWorkload]:
-    """Return the workloads of a memory table in the order of the file, with its optional columns if it has them."""
+    """Return the workloads of a memory table in the order of the file, with any optional columns that it has."""
     readings: dict[tuple[str, str, str], dict[int, float]] = {}
     parameters: dict[tuple[str, str, str], float] = {}
     counted: dict[tuple[str, str, str], dict[int, float]] = {}
@@ -198,11 +201,11 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def drawn_workloads(count: int) -> list[Workload]:
-    """Return workloads drawn from the model's own prior, with which a design can be evaluated without measured tables.
+    """Return workloads drawn from the model's own prior; they can replace measured tables to evaluate a design.
 
     The workloads have up to 8 ranks per node, up to 16 nodes and five batches; one workload in three accumulates up to
-    8 micro-steps. Each workload reports the split of its steps, with the error of timed phases. Workloads of the grid
-    `hard` deviate from the model's form.
+    8 micro-steps. Each workload reports the split of its steps, with an error as if the phases had been timed.
+    Workloads of the grid `hard` deviate from the model's form.
     """
     prior, workloads = generic_prior(), []
     beliefs = hypotheses(prior.scales)
@@ -257,7 +260,9 @@ def grids_parser(name: str, description: str | None, table: Path) -> argparse.Ar
 def workloads_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options of `over_workloads`."""
     parser = grids_parser(name, description, STEP_TIME_TABLE)
-    parser.add_argument("--drawn", type=int, metavar="N", help="use N workloads drawn from the prior, not --grids")
+    parser.add_argument(
+        "--drawn", type=int, metavar="N", help="use N workloads drawn from the prior instead of --grids"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="number of processes (1)")
     parser.add_argument(
         "--sync",

@@ -1,4 +1,4 @@
-"""Sends load from separate client processes, over keep-alive connections, and records the time of every response."""
+"""Sends requests from separate client processes over keep-alive connections, and records every response time."""
 
 from __future__ import annotations
 

@@ -39,12 +39,12 @@ def mean(values: Sequence[float]) -> float:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Return the geometric mean of positive values, which single large values affect little, or NaN without values."""
+    """Return the geometric mean of positive values, or NaN if there are none; a few large values affect it little."""
     return float(np.exp(np.mean(np.log(values)))) if len(values) else float("nan")
 
 
 def bootstrap(values: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of the mean's 90 % interval from a thousand resamples, or NaN if there are no values."""
+    """Return the ends of a 90 % bootstrap interval for the mean (a thousand resamples), or NaN without values."""
     if not len(values):
         return float("nan"), float("nan")
     generator = np.random.default_rng(0)

@@ -64,7 +64,7 @@ def specification(name: str = "resnet50-cifar100", **more: Any) -> dict[str, Any
 
 
 def seed(url: str) -> Seeded:
-    """Profile a job as planned, report the largest batch as out of memory, and train once with each method."""
+    """Profile a job as planned, report that the largest batch ran out of memory, and train once with each method."""
     made = Seeded(url, "")
     made.job_id = made.post(routes.JOBS, specification())["job"]["id"]
     for _ in range(8):

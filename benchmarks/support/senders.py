@@ -1,4 +1,4 @@
-"""Simulates agents that repeat requests until they are acknowledged, and asserts which rows must be stored."""
+"""Simulates agents that repeat requests until they are acknowledged, and checks that acknowledged rows are stored."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class EventReader:
     _data: list[str] = field(default_factory=list)
 
     def feed(self, line: str) -> wire.Event | None:
-        """Parse one line, without its line ending; return the event that the line completes, or None."""
+        """Parse one line, given without its line ending; return the event that the line completes, or None."""
         if line:
             name, _, value = line.partition(":")
             value = value.removeprefix(" ")
@@ -288,7 +288,7 @@ class Calls(Unsent):
 
     @_endpoint("PATCH", routes.RUN)
     def patch_run(self, run_id: str, patch: wire.RunPatch) -> Call[wire.Run]:
-        """Change the state of a run, or renew its lease with the state `running`."""
+        """Change the state of a run; the state `running` also renews the run's lease."""
 
     @_endpoint("POST", routes.RUN_SAMPLES, idempotent=True)
     def send_samples(self, run_id: str, batch: wire.SampleBatch) -> Call[wire.SamplesAccepted]:
@@ -313,7 +313,7 @@ class Calls(Unsent):
     ) -> Call[wire.SamplePage]:
         """Return one page of a job's measured steps.
 
-        `warmup` selects only the steps that the fit discards (True) or only those that it uses (False).
+        If `warmup` is True, the page contains only steps that the fit discards; if False, only steps that the fit uses.
         """
 
     @_endpoint("GET", routes.RUN_TELEMETRY)
@@ -338,7 +338,10 @@ class Calls(Unsent):
 
     @_endpoint("GET", routes.JOB_RECOMMENDATION)
     def recommendation(self, job_id: str, objective: wire.Objective | None = None) -> Call[wire.Recommendation]:
-        """Return the recommended configuration with predictions and the reason, by default for the job's objective."""
+        """Return the recommended configuration with predictions and the reason.
+
+        `objective` overrides the job's objective.
+        """
 
     @_endpoint("GET", routes.JOB_PREDICTIONS)
     def predictions(

@@ -1,4 +1,4 @@
-"""Defines `Client` and `AsyncClient`, job handles, and `ProfileRun` for steps that the caller measures."""
+"""Defines `Client` and `AsyncClient`, their job handles, and `ProfileRun` for runs that the caller measures."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class UnexpectedAnswerError(TulaError):
 
 
 class ForeignAnswerError(UnexpectedAnswerError):
-    """Another server returned the error: a proxy while the service is down, or a different server at the address."""
+    """The error comes from another server: a proxy in front of the service, or an unrelated server at the address."""
 
 
 class ProblemError(TulaError):
@@ -149,7 +149,7 @@ class ServiceUnavailableError(ProblemError, type=ProblemType.UNAVAILABLE, exit_c
 
 
 class InternalServiceError(ProblemError, type=ProblemType.INTERNAL):
-    """500: an internal error of the service; its log contains the request id."""
+    """500: the service failed internally; its log contains the request id."""
 
 
 def from_problem(problem: Problem) -> ProblemError:

@@ -185,7 +185,7 @@ def _rows(models: Iterable[BaseModel]) -> list[Row]:
 
 
 def roles(candidate: Candidate, recommendation: Recommendation) -> dict[str, bool]:
-    """Return, for each role in a recommendation such as `chosen` or `knee`, whether the candidate has that role."""
+    """Return, for each role such as `chosen` or `knee`, whether the candidate has that role in the recommendation."""
 
     def is_same(other: Candidate | None) -> bool:
         return other is not None and (other.configuration, other.spot) == (candidate.configuration, candidate.spot)

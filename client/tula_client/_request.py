@@ -55,7 +55,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """A response; its header names are looked up in lower case."""
+    """A response; `headers` expects header names in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -104,7 +104,7 @@ class Unsent:
 
 
 class Method(Generic[P, T]):
-    """A method for both kinds of client, defined once: it sends the call or flow that `build` returns.
+    """A method that both kinds of client share and that sends the call or flow that `build` returns.
 
     The method's owner is either a client or an object with a client in its attribute `client`. The first argument of
     `build` is the owner or, if `attribute` is given, the owner's attribute of that name.
@@ -242,7 +242,7 @@ def _attempts(call: Call[T], policy: RetryPolicy, url: str) -> Generator[Step, R
 
 
 def proxy_for(url: str) -> str | None:
-    """Return the proxy that the environment sets for this address, without its credentials, or None."""
+    """Return the proxy that the environment sets for this address, without the proxy's credentials, or None."""
     parts = urlsplit(url)
     proxy = getproxies().get(parts.scheme) or getproxies().get("all")
     if proxy is None or proxy_bypass(parts.netloc):

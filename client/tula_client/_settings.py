@@ -100,7 +100,7 @@ def _config_file() -> Access:
     with suppress(PermissionError):  # `read_toml` reports this error
         if not path.exists():
             return _NOTHING
-    values = read_toml(path, "make the file readable for you, or remove it")
+    values = read_toml(path, "make sure that you can read the file, or remove it")
     for name, value in values.items():
         if name not in ("url", "token") or not isinstance(value, str):
             raise TulaError(f"{path}: {name} cannot be used: set only url and token, each to a string in quotes")

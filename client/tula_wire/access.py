@@ -67,7 +67,7 @@ class TokenCreated(WireModel):
     """A token that was just created; only this response contains the secret."""
 
     token: Token = Field(description="The token without its secret.")
-    secret: str = Field(description="The secret, of which the service stores only the SHA-256 hash.")
+    secret: str = Field(description="The secret; the service stores only its SHA-256 hash.")
 
 
 class TokenList(WireModel):

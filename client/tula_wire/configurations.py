@@ -65,11 +65,11 @@ class Configuration:
         return Variant(self.instance_type, self.options)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields as a dictionary for JSON, in which the options are an object."""
+        """Return the fields as a dictionary that can be written as JSON, with the options as a nested dictionary."""
         return asdict(self) | {"options": dict(self.options)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Configuration:
-        """Return the configuration whose fields `as_json` returned as `values`; unknown keys are ignored."""
+        """Return the configuration with these field values, which `as_json` returned; ignore unknown keys."""
         given = {field.name: values[field.name] for field in fields(cls) if field.name in values}
         return cls(**given | {"options": tuple(sorted(given.get("options", {}).items()))})

@@ -17,12 +17,12 @@ class HostFacts(WireModel):
     """
 
     loader_workers: Annotated[int, Field(ge=0, le=2**16)] | None = optional("`num_workers` of the training DataLoader.")
-    cores: Annotated[int, Field(ge=1, le=2**16)] | None = optional("CPU cores that only this rank may use.")
+    cores: Annotated[int, Field(ge=1, le=2**16)] | None = optional("Number of CPU cores that only this rank may use.")
     operations: Annotated[int, Field(ge=1, le=2**31)] | None = optional(
         "Number of nodes in a step's autograd graphs, which represent all operations except those of the optimizer."
     )
     launch_time_s: Seconds | None = optional(
-        "Seconds needed to launch one of these operations, for the forward and backward pass together."
+        "Seconds needed to launch one operation counted in `operations`, in the forward and backward pass together."
     )
     precision: Name | None = optional("Data types in which the forward pass computed, such as `bfloat16`.")
     compiled: bool | None = optional("Whether any model is compiled.")

@@ -66,7 +66,7 @@ class Run(WireModel):
         "run reported success without a sample, or it reached its `time_limit_s`."
     )
     configuration_mismatch: str | None = optional(
-        "One sentence on how the configuration that the process used differs from `configuration`, if it does."
+        "If the process used another configuration, one sentence on how it differs from `configuration`."
     )
     method: str | None = optional("Quality method: lbt, lrs, lars, post_local_sgd, ags, gain...")
     created_at: Timestamp = Field(description="When the run was planned or registered (RFC 3339, with time zone).")
@@ -88,7 +88,7 @@ class Run(WireModel):
     )
     drifted: bool = Field(False, description="Whether the run's speed differs from the prediction.")
     machine: HostFacts | None = optional(
-        "Facts that the first rank reported about its script and host; null before that, and in lists of runs."
+        "Facts that the first rank reported about its script and host; null until then, and in lists of runs."
     )
 
 
@@ -118,7 +118,7 @@ class ClaimRequest(WireModel):
 
 
 class RunClaimed(WireModel):
-    """The leased run, or None and the reason, such as that all runs are done or leased by others."""
+    """The leased run, or None with the reason, for example that all runs are done or leased to others."""
 
     run: Run | None = Field(
         description="The leased run, which has the largest batch of its launch; null if there is none."
@@ -211,8 +211,8 @@ class Candidate(WireModel):
         "Progress per example relative to the base batch (see `quality`); null if the gradient noise scale is unknown."
     )
     learning_rate_factor: float | None = optional(
-        "Learning rate divided by that of the base batch (see `quality`), by the rule in `scaling_rule`; null if the "
-        "rule needs the gradient noise scale and it is unknown."
+        "Learning rate divided by that of the base batch (see `quality`), according to `scaling_rule`; null if the "
+        "rule needs the gradient noise scale and that scale is unknown."
     )
     measured_step_time_s: float | None = optional("Measured seconds per optimizer step; null if not profiled.")
 
@@ -247,24 +247,27 @@ class MenuPoint(WireModel):
 
 
 class Quality(WireModel):
-    """Whether the chosen batch is expected to keep the accuracy of the base batch, for which the rate was tuned."""
+    """Whether the chosen batch is expected to preserve the accuracy of the base batch, for which the rate was tuned."""
 
     kept: bool = Field(
-        description="True if most comparable training runs lost at most one point; false if the accuracy is at risk."
+        description="True if most comparable training runs lost at most one percentage point of accuracy; false if the "
+        "accuracy is at risk."
     )
     steps: int = Field(description="Number of optimizer steps in the training at the chosen batch.")
     base_batch_size: int = Field(description="The script's `small_batch_size`, or the smallest candidate, in examples.")
     base_steps: int = Field(description="Number of optimizer steps in the training at the base batch.")
-    noise_scale: float | None = optional("Gradient noise scale in examples; null until it was measured over 100 steps.")
+    noise_scale: float | None = optional(
+        "Gradient noise scale in examples; null until it has been measured over 100 steps."
+    )
     sentence: str = Field(description="The expected effect in words, with a remedy if the accuracy is at risk.")
 
 
 class OptionEffect(WireModel):
-    """The effect of an option's value: the best candidate with that value, compared with the best with the first value.
+    """The effect of an option's value: a comparison of the best candidate with this value and the best with the first.
 
     The two candidates may differ in nodes and batch; a factor of 0.5 halves the time. The other options are taken from
     the two launches that differ only in this option and are most similar to the recommended options; without such
-    launches, they are as recommended.
+    launches, the other options have their recommended values.
     """
 
     option: str = Field(description="Name of the option.")
@@ -280,9 +283,10 @@ class OptionEffect(WireModel):
         "Peak bytes of one rank divided by those with the first value at the same batch; null if unknown."
     )
     most_gain: float | None = optional(
-        "Maximum share of the recommendation's time or cost (0.01 is 1 %) that a value without a launch could save."
+        "Maximum saving of a value that was never launched, as a share of the recommendation's time or cost (0.01 is "
+        "1 %)."
     )
-    left_out: str | None = optional("If no launch with this value succeeded, why no candidate has it, in one sentence.")
+    left_out: str | None = optional("Why no candidate has this value, in one sentence; null if any candidate has it.")
     sentence: str = Field(description="The effect of the value, in words.")
 
 
@@ -341,7 +345,7 @@ class Recommendation(WireModel):
         "of `chosen` or, if nothing is chosen, the first value of each option.",
     )
     max_sensible_batch_size: int | None = optional(
-        "Examples per step above which a larger batch hardly improves a step; null until a training run, or a "
+        "Batch in examples beyond which a step makes hardly more progress; null until a training run, or a "
         "profiling run of 100 steps, has measured the noise."
     )
     model: ModelReport = Field(description="The model behind the predictions.")
@@ -371,10 +375,12 @@ class BatchStage(WireModel):
         description="Minimum gradient noise scale, in examples, from the beginning of the stage on."
     )
     learning_rate_factor: float | None = optional(
-        "Learning rate divided by that of the base batch, by the gain at this noise scale; `TulaOptimizer` applies the "
-        "factor itself."
+        "Learning rate divided by that of the base batch, computed from the gain at this noise scale; `TulaOptimizer` "
+        "applies the factor itself."
     )
-    beta2: float | None = optional("Adam's beta2 that keeps the half-life in examples; null for other optimizers.")
+    beta2: float | None = optional(
+        "Adam's beta2 at which the half-life in examples stays constant; null for other optimizers."
+    )
     time_s: Estimate = Field(description="Duration of this stage in seconds, without its relaunch.")
     cost_usd: Estimate | None = optional(
         "Cost of this stage in US dollars, without its relaunch; null without a price."
@@ -419,7 +425,7 @@ class LedgerEntry(WireModel):
     predicted_step_time_s: Estimate | None = Field(description="Predicted seconds per optimizer step.")
     predicted_cost_usd: Estimate | None = optional("Predicted cost of the whole training in US dollars.")
     run_id: str | None = optional("The training run that followed the recommendation, if there was one.")
-    measured_step_time_s: float | None = optional("Measured seconds per optimizer step of that run.")
+    measured_step_time_s: float | None = optional("Seconds per optimizer step, measured in the run `run_id`.")
     error: float | None = optional("Measured step time divided by predicted step time, minus one.")
     within_interval: bool | None = optional("Whether the measurement lies inside the prediction interval.")
 
@@ -452,7 +458,8 @@ class ModelSpec(WireModel):
         "Bytes of activations that each additional example needs at the peak of a step; the service rejects 0."
     )
     operations_per_step: Annotated[int, Field(ge=1, le=2**31)] | None = optional(
-        "Operations in a forward and backward pass that start a kernel, which affect the step time of small batches."
+        "Number of operations in a forward and backward pass that start a kernel, which affects the step time of small "
+        "batches."
     )
     convolution_elements_per_sample: Annotated[int, Field(ge=1, le=2**50)] | None = optional(
         "Maximum number of elements per example in the input or output of any convolution; null if none or unknown."
@@ -646,7 +653,7 @@ class JobSpec(WireModel):
     batch: BatchSpec = Field(BatchSpec(), description="The batches to consider.")
     objective: Objective = Field("balanced", description="What to optimize; limits apply to every objective.")
     usd_per_hour_of_waiting: Annotated[UsdPerHour, Field(gt=0)] | None = optional(
-        "US dollars per hour that the duration of training costs you; `balanced` then minimizes the sum of both costs."
+        "What an hour of waiting for training costs you, in US dollars; `balanced` then minimizes both costs together."
     )
     usd_per_kwh: _PerKwh | None = optional(
         "US dollars per kilowatt-hour, if you pay for energy separately from the nodes."
@@ -784,9 +791,11 @@ class ProfilingCost(WireModel):
         description="On-demand cost of the remaining launches in US dollars; null without prices."
     )
     launches_at_most: int = Field(description="Number of remaining launches, including those that the search may add.")
-    at_most_s: float = Field(description="Duration of these launches in seconds, one after another.")
+    at_most_s: float = Field(
+        description="Duration of the launches in `launches_at_most`, in seconds, one after another."
+    )
     at_most_usd: float | None = Field(
-        description="On-demand cost of these launches in US dollars; null without prices."
+        description="On-demand cost of the launches in `launches_at_most`, in US dollars; null without prices."
     )
 
 
@@ -802,7 +811,7 @@ class Job(JobSummary):
 class JobCreated(WireModel):
     """The response to the registration of a job."""
 
-    job: Job = Field(description="The job, which may have been registered before.")
+    job: Job = Field(description="The registered job, which may have existed before.")
     recommendation: Recommendation = Field(description="The current recommendation.")
     runs: list[Run] = Field(description="The profiling runs to start next.")
 
@@ -810,7 +819,7 @@ class JobCreated(WireModel):
 class Event(WireModel):
     """A change to a job; ids increase, so that a reader can resume after the last event that it received."""
 
-    id: int = Field(description="Increasing position of the event in the job's stream of events.")
+    id: int = Field(description="Position in the job's stream of events, which increases from event to event.")
     kind: EventKind = Field(description="What changed.")
     job_id: str = Field(description="Id of the job.")
     run_id: str | None = optional("Id of the run that changed, if any.")

@@ -54,7 +54,7 @@ def usable_bytes(capacity_bytes: float) -> float:
 
 
 def room_bytes(capacity_bytes: float, context_bytes: float | None = None) -> float:
-    """Return the bytes that remain for the allocator after the context; if `context_bytes` is None, assume its size."""
+    """Return the bytes that remain for the allocator after the context, whose size is assumed if it is None."""
     context = assumed_context_bytes(capacity_bytes) if context_bytes is None else context_bytes
     return usable_bytes(capacity_bytes) - context
 
@@ -77,15 +77,15 @@ def static_bytes(
 
 
 def bytes_per_sample(growing_bytes: Mapping[int, float]) -> float | None:
-    """Return A, the bytes per example, from measured peaks minus M_static, keyed by local batch size.
+    """Return A, the bytes per example, given measured peaks minus M_static, by local batch size.
 
     Returns None if there is no measurement or if memory does not grow with the batch.
 
-    A peak is the maximum over several moments of a step, at each of which memory grows linearly with a different slope.
-    The peak is therefore a convex function of the batch, and only the slope at the largest batches shows how it
-    continues. The slope is taken between the largest batch and the next batch of at most half its size, or the smallest
-    batch if there is none. With a single batch, the whole peak is assumed to grow with the batch, which overestimates A
-    by the part that is actually fixed (work space of kernels).
+    At every moment of a step, memory grows linearly with the batch, but the slope differs between moments. The peak,
+    which is the maximum over all moments, is therefore a convex function of the batch, and only the slope at the
+    largest batches shows how it continues. The slope is taken between the largest batch and the next batch of at most
+    half its size, or the smallest batch if there is none. With a single batch, the whole peak is assumed to grow with
+    the batch, which overestimates A by the part that is actually fixed (work space of kernels).
     """
     if not growing_bytes:
         return None

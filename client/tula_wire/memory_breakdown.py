@@ -30,10 +30,10 @@ class MemoryBreakdown:
     batch_bytes: Annotated[Bytes | None, Field(description="Bytes of the input batch.")] = None
     reserved_bytes: Annotated[Bytes | None, Field(description="Bytes that the allocator reserved.")] = None
     context_bytes: Annotated[Bytes | None, Field(description="Bytes of the process's context on the device.")] = None
-    capacity_bytes: Annotated[Bytes | None, Field(description="Bytes of memory of the device.")] = None
+    capacity_bytes: Annotated[Bytes | None, Field(description="Total memory of the device in bytes.")] = None
     growing_segments: Annotated[
         bool | None, Field(description="Whether the allocator's segments are expandable (`expandable_segments:True`).")
     ] = None
     alloc_retries: Annotated[
-        int | None, Field(ge=0, le=2**53, description="Allocations for which the allocator first freed cached memory.")
+        int | None, Field(ge=0, le=2**53, description="Number of allocations that had to free cached memory first.")
     ] = None

@@ -32,11 +32,11 @@ PLACEHOLDERS: Final = {
     "max_steps": "optimizer steps of the whole training at this batch: dataset.size x epochs / {global_batch_size}",
     "instance_type": "name of the instance type, as in the job's cluster",
     "checkpoint_dir": "folder for the run's checkpoints, which is the same after a restart",
-    "learning_rate_factor": "learning rate of this batch divided by that of the job's smallest batch, by the job's "
-    "scaling rule; 1 in profiling runs and if the rule gives no factor",
+    "learning_rate_factor": "learning rate of this batch divided by that of the job's smallest batch, according "
+    "to the job's scaling rule; 1 in profiling runs and if the rule gives no factor",
     "resume": "checkpoint folder after a restart; at the first start, an argument that contains it is omitted",
     "run_id": "id of this run, which stays the same if an interrupted run is started again",
-    "launch_id": "unique id of this launch, for example as the name of a cluster job",
+    "launch_id": "unique id of this launch, for example to name a cluster job",
     "env_file": 'a JSON file {"env_vars": {...}} with the TULA_* variables, for launchers that pass no environment',
 }
 """The placeholders that Tula replaces in a launch command, with their meanings; options cannot have these names.

@@ -43,8 +43,8 @@ def is_known(
     """Return True if the step time is known precisely enough to end a run early; always False if `precision` is 0.
 
     The relative error must be at most `precision`. `usual_spread` is the result of `spread` for an earlier batch of the
-    same launch. By chance, these steps may include none of the random slow steps of the earlier batch, so the mean must
-    be uncertain by at most 7 % under that spread too.
+    same launch. By chance, the measured steps may include no slow steps although the earlier batch had some, so the
+    mean must also be uncertain by at most 7 % if the steps vary by `usual_spread`.
     """
     if precision <= 0.0 or relative_error(step_times_s, start_up_s) > precision:
         return False

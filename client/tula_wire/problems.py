@@ -42,7 +42,7 @@ class Problem(WireModel):
     status: int = Field(description="HTTP status code.")
     detail: str = Field(description="What was wrong and how to fix it.")
     field: str | None = optional("The first invalid field.")
-    errors: list[FieldError] = Field([], description="Every invalid field, at most 20.")
+    errors: list[FieldError] = Field([], description="The invalid fields, at most 20.")
     request_id: str | None = optional("Identifier of the request, as in the service's log.")
 
 

@@ -1,4 +1,4 @@
-"""Computes how long to wait before a retry, with the time and the random number as arguments."""
+"""Computes how long to wait before a retry; the current time and the random number are arguments."""
 
 from __future__ import annotations
 

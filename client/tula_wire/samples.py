@@ -18,12 +18,12 @@ Backend = Literal["gloo", "nccl"]
 
 
 class AllReduceReading(WireModel):
-    """The time of an all-reduce of one size, measured repeatedly."""
+    """The duration of an all-reduce of one size, measured repeatedly."""
 
     size_bytes: Annotated[int, Field(ge=1, le=2**40)] = Field(description="Bytes that each rank contributes.")
     time_s: Seconds = Field(description="Median time of one all-reduce in seconds.")
     relative_sd: Annotated[float, Field(ge=0, le=100)] = Field(
-        0.0, description="Standard deviation divided by the median, estimated from the median absolute deviation."
+        0.0, description="Standard deviation of the time divided by the median, from the median absolute deviation."
     )
     repeats: Count = Field(1, description="Number of repetitions.")
 
@@ -38,12 +38,12 @@ Readings = Annotated[list[AllReduceReading], Field(min_length=3, max_length=64)]
 
 
 class AllReduces(WireModel):
-    """The times of all-reduces that several ranks measured together."""
+    """The durations of all-reduces, which several ranks measured together."""
 
     backend: Backend = Field(description="The torch.distributed backend that performed the all-reduces.")
     num_nodes: Count = Field(description="Number of nodes that took part.")
     ranks_per_node: Count = Field(description="Number of ranks on each node.")
-    launch_time_s: Seconds | None = optional("Seconds that one kernel takes to launch, as the mean over ranks.")
+    launch_time_s: Seconds | None = optional("Seconds needed to launch one kernel, averaged over ranks.")
     all_ranks: Readings = Field(description="All-reduces over all ranks, by size.")
     in_node: Readings | None = optional(
         "All-reduces over the ranks of one node; null with only one node or one rank per node."
@@ -157,17 +157,17 @@ class SampleBatch(WireModel):
     timing_method: TimingMethod = Field("wall", description="How step times were split into parts.")
     memory: MemoryBreakdown | None = optional("Memory of this rank.")
     energy_per_step_j: Annotated[float, Field(gt=0, le=1e12)] | None = optional(
-        "Joules per step that the rank's device used, as the mean over the steps measured to date."
+        "Joules that the rank's device used per step, averaged over the steps measured to date."
     )
     machine: HostFacts | None = optional("Facts about the rank's script and host, for the verdict and the run.")
     timeline: BucketTimeline | None = optional("When the rank's gradients were ready to be reduced.")
     all_reduces: AllReduces | None = optional(
-        "Measurements of a probe within the run, which are stored as a fabric of its cluster."
+        "Measurements of a probe during the run; the service stores them as a fabric of the run's cluster."
     )
     warmup: bool = Field(False, description="Whether the fit discards these samples.")
     epochs_before: Annotated[float, Field(ge=0, le=1e6)] | None = optional("Epochs trained before the process started.")
     sequence: Annotated[Column[Number], Field(min_length=1)] = Field(
-        description="Increasing number of each sample of this process, which identifies a sample that is sent again."
+        description="Increasing number of each sample of this process, by which the service recognizes duplicates."
     )
     step: Column[Number] = Field(description="Optimizer step of each sample.")
     step_time_s: Column[StepTime] = Field(description="Wall-clock seconds of each step.")
@@ -176,7 +176,7 @@ class SampleBatch(WireModel):
     exposed_comm_time_s: Times = optional("Seconds of communication not hidden behind compute.")
     input_time_s: Times = optional("Seconds spent waiting for data.")
     optimizer_time_s: Times = optional(
-        "Seconds of the optimizer, which takes one step per row regardless of the number of micro-steps."
+        "Seconds of the optimizer step, which runs once per row regardless of the number of micro-steps."
     )
     skew_s: Times = optional("Seconds spent waiting for the slowest rank.")
     straggler_rank: Column[Rank | None] | None = optional("The slowest rank, if one stands out.")
@@ -194,7 +194,7 @@ class SamplesAccepted(WireModel):
     duplicates: int = Field(description="Number of samples that had already been stored.")
     stop: bool = Field(
         False,
-        description="Whether to end the run, since it is over, has enough steps, or has a precise enough step time.",
+        description="Whether to end the run, because it is over, has enough steps, or has a precise enough step time.",
     )
     run_ended: bool = Field(False, description="Whether the run was cancelled or has ended in another way.")
     reason: str | None = optional("Why the run should stop, in one sentence.")
@@ -243,7 +243,7 @@ class ChunkIdentity(WireModel):
     rank: Rank = Field(0, description="Global rank of the process.")
     boot_id: Name = Field(description="Random id of the process, which is different after a restart.")
     sequence: Number = Field(
-        description="Number of the chunk within this process, which identifies a chunk that is sent again."
+        description="Number of the chunk within this process, by which the service recognizes duplicates."
     )
 
 
@@ -270,7 +270,7 @@ class TelemetryAccepted(WireModel):
     stored: int = Field(description="Number of values that were stored.")
     duplicate: bool = Field(False, description="Whether the chunk had already been stored.")
     refused: list[str] = Field(
-        [], description="Columns that were omitted, because their names are invalid or the run has a thousand columns."
+        [], description="Columns omitted because their names are invalid or the run already has a thousand columns."
     )
 
 

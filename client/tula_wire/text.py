@@ -14,7 +14,7 @@ _REST = re.compile(f"[{UNPRINTABLE}\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """Return `text` on one line, with U+FFFD in place of unprintable characters and spaces for tabs and line breaks."""
+    """Return `text` on one line, with U+FFFD for unprintable characters, and spaces for tabs and line breaks."""
     return _REST.sub("\ufffd", _SPACES.sub(" ", text))
 
 

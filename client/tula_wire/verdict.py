@@ -96,7 +96,7 @@ class Steps:
 
 
 def diagnose(steps: Steps, host: HostFacts | None = None, memory: MemoryBreakdown | None = None) -> Verdict:
-    """Return the verdict on these steps, which names the cause with the largest share of a step if it is large enough.
+    """Return the verdict on these steps; it names the cause with the largest share of a step, if that share is large.
 
     A share is the total time due to the cause divided by the sum of the step times. Its interval follows from the
     variation over the steps. The next step saves at most that share. The saving is stated as an expectation only if it
@@ -155,7 +155,7 @@ def worth(verdict: Verdict) -> str:
 def _input_bound(share: Estimate, steps: Steps, host: HostFacts) -> Verdict:
     workers, measured = host.loader_workers, len(steps.step_time_s)
     with_workers = "" if workers is None else f", with num_workers={workers}"
-    evidence = f"training waits for data for {percent(share.value, digits=0)} of a step{with_workers}."
+    evidence = f"training spends {percent(share.value, digits=0)} of a step waiting for data{with_workers}."
     if workers is None:
         next_step = "load data ahead of time in DataLoader processes (num_workers), or make loading cheaper."
         return _verdict("input_bound", evidence, next_step, measured, _bound(share), at_most=True)
@@ -200,7 +200,7 @@ def _enough_workers(waits: float, workers: int) -> int:
 
 
 def _saved_by_workers(waits: float, workers: int, now: int) -> float:
-    """Return the share of a step that is saved with `now` workers instead of `workers`.
+    """Return the share of a step that is saved if `now` workers replace the present `workers`.
 
     A step takes either the loading time per batch or the time of everything else, whichever is longer.
     """
@@ -209,7 +209,7 @@ def _saved_by_workers(waits: float, workers: int, now: int) -> float:
 
 
 def _communication_bound(share: Estimate, steps: int) -> Verdict:
-    evidence = f"training waits for communication for {percent(share.value, digits=0)} of a step."
+    evidence = f"training spends {percent(share.value, digits=0)} of a step waiting for communication."
     next_step = (
         "accumulate twice as many micro-steps under no_sync(), which halves the communication per example. This "
         "doubles the global batch; the recommendation says how that affects the accuracy."
@@ -328,7 +328,7 @@ def _share(part_s: Sequence[float | None], step_time_s: Sequence[float]) -> Esti
 def _fast_compute_s(steps: Steps) -> float:
     """Return the compute time of a fast step.
 
-    It is compared with the launch time, which is also the fastest of several measurements.
+    `diagnose` compares this time with the launch time, which is also the fastest of several measurements.
     """
     rows = zip(steps.step_time_s, steps.input_time_s, steps.exposed_comm_time_s, steps.skew_s, strict=True)
     compute = [t - (data or 0.0) - comm - (skew or 0.0) for t, data, comm, skew in rows if comm is not None]

@@ -1,4 +1,4 @@
-"""Creates a TrainJob (Kubeflow Trainer v2) or a PyTorchJob (Training Operator v1) for a run, and waits for its end.
+"""Creates a TrainJob (Kubeflow Trainer v2) or a PyTorchJob (Training Operator v1) for a run; waits until it ends.
 
     tula tune job.toml --stop-command 'kubectl delete trainjob,secret tula-{launch_id}' -- \
         python kubernetes_job.py --image registry.example/train:1 {num_nodes} {ranks_per_node} {launch_id} \

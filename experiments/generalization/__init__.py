@@ -1,1 +1,1 @@
-"""Compares the fractions of the generalization gap that the methods for large batches close."""
+"""Compares methods for large batches by the fraction of the generalization gap that they close."""

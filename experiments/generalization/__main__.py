@@ -31,11 +31,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--runs", type=Path, metavar="FILE", help="store the result of each run in FILE, and skip runs that are in FILE"
     )
-    parser.add_argument("--seeds", type=int, metavar="N", help="number of seeds (default: as in the mode)")
+    parser.add_argument("--seeds", type=int, metavar="N", help="number of seeds (default: the mode's number)")
     parser.add_argument("--only", metavar="METHODS", help="run only these methods, separated by |, and write no report")
     parser.add_argument("--workers", type=int, default=1, help="number of concurrent training runs (1)")
     parser.add_argument(
-        "--keep-real-ranks", action="store_true", help="keep the row of real ranks from the report in --out"
+        "--keep-real-ranks", action="store_true", help="reuse the row of real ranks from the report in --out"
     )
     parser.add_argument(
         "--smoke", action="store_true", help="train two tiny cases, only to check that the program works"

@@ -91,14 +91,14 @@ def _train(job: Job, mode: Mode) -> Result:
 
 
 class BaseRate(NamedTuple):
-    """The base rate with the best validation accuracy, and the highest base rate within FLAT points of it."""
+    """The base rate with the best validation accuracy, and the highest rate that is worse by at most FLAT points."""
 
     best: float
     upper: float
 
 
 def tune_base_rate(campaign: Campaign, case: Case, method: Method, mode: Mode) -> BaseRate:
-    """Choose the rate with the best mean validation accuracy at the small batch; if several are equal, the highest.
+    """Choose the rate with the best mean validation accuracy at the small batch, or the highest rate if several tie.
 
     The mean is over the mode's tuning seeds. A grid with several rates is extended by factors of 2 while the best rate
     is at the edge of the grid. Raises RuntimeError if six extensions are not enough.

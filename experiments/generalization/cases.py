@@ -49,9 +49,9 @@ class Mode:
     `rates` and `adam_rates` are grids of base learning rates, which are extended while the best rate is at an edge.
     `tuning_seeds` is the number of seeds over which validation accuracy is averaged to choose a rate. `upper_seeds` is
     the number of seeds of the second table, whose base rate is the highest rate that is as good as the best. `shares`
-    are the learning-rate multipliers to try by hand, as shares of B / base. `num_eval` is the number of validation
-    examples and of test examples; without it, all examples of the data set are used. `profile_steps` is the number of
-    steps of a profile.
+    are the learning-rate multipliers to try by hand, as fractions of B / base. `num_eval` is the number of validation
+    examples and also of test examples; if it is None, all examples of the data set are used. `profile_steps` is the
+    number of steps of a profile.
     """
 
     name: str

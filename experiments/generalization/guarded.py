@@ -1,4 +1,4 @@
-"""Tests whether training at the batch that `balanced` recommends keeps the accuracy of the base batch.
+"""Tests whether training at the batch that `balanced` recommends is as accurate as training at the base batch.
 
     python -m experiments.generalization.guarded --json results/guarded.json --runs results/quick-runs.jsonl
 
@@ -7,8 +7,8 @@ For each network and data set of `--quick`, and each number in `--epochs`, the p
 1. It profiles the first 128 steps of the default at four times the base batch, and reads their noise scale and reports
    as the service does.
 2. It chooses a batch of 1 to 64 times the base batch with the service's `balanced` objective and the guard that follows
-from these reports. Time is assumed to fall as 1 / B at equal cost, so `balanced` chooses the largest batch that the
-guard allows. This is the hardest test of the guard.
+   from these reports. Time is assumed to fall as 1 / B at equal cost, so `balanced` chooses the largest batch that the
+   guard allows. This is the hardest test of the guard.
 3. It trains with the default at this batch, with one rank per base batch (at most four), and compares the accuracy with
    training at the base batch with the same seeds, base rate and epochs.
 """
@@ -82,7 +82,7 @@ def profile(case: Case, mode: Mode, *, learning_rate: float) -> Reports:
 
 
 def choose_batch(case: Case, mode: Mode, reports: Reports) -> tuple[int, AccuracyGuard]:
-    """Return the global batch that `balanced` chooses if larger batches are faster at equal cost, and the guard."""
+    """Return the global batch that `balanced` chooses, and its guard, if larger batches are faster at equal cost."""
     goal, estimates = goal_and_estimates(case, mode, reports)
     chosen = choose(goal, estimates).chosen
     assert chosen is not None
@@ -91,7 +91,7 @@ def choose_batch(case: Case, mode: Mode, reports: Reports) -> tuple[int, Accurac
 
 
 def goal_and_estimates(case: Case, mode: Mode, reports: Reports) -> tuple[Goal, list[Estimate]]:
-    """Return the goal and the estimates from which the service chooses if larger batches are faster at equal cost."""
+    """Return the goal and estimates from which the service would choose if larger batches were faster at equal cost."""
     examples, base = len(_data(case, mode).train), case.base_batch_size
     spec = wire.JobSpec.model_validate(
         {

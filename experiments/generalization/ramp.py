@@ -1,11 +1,11 @@
-"""Tests whether the product's batch schedule keeps the accuracy of the constant recommended batch and saves time.
+"""Tests whether the product's batch schedule saves time and is as accurate as the constant recommended batch.
 
     python -m experiments.generalization.ramp --only stdlib/transformer/256@1024 --epochs 64 --json results/ramp.json
 
 For each network and data set of `--quick`, the program takes these steps:
 
-1. It chooses the constant batch as `guarded.py` does, from a profile and with the service's own `balanced`, under the
-   assumption that time falls as 1 / B and every batch costs the same.
+1. It chooses the constant batch as `guarded.py` does: from a profile, with the service's own `balanced`, and as if time
+   fell as 1 / B and every batch cost the same.
 2. It trains with the default at this batch, and passes the noise scale of the first seed's training run to the
    service's own `Ramps`.
 3. If `Ramps` returns stages, it trains with the default in these stages, with the same seeds, base rate and examples.
@@ -100,7 +100,7 @@ def _optimizer(case: Case, network: torch.nn.Module, batch: int, learning_rate: 
 
 
 def compare(case: Case, mode: Mode, *, learning_rate: float, seeds: int) -> dict[str, object]:
-    """Return a case's stages, its numbers of steps with and without stages and, if it has stages, both accuracies."""
+    """Return a case's stages, and the numbers of steps and accuracies without stages and (if it has any) with them."""
     goal, estimates = goal_and_estimates(case, mode, profile(case, mode, learning_rate=learning_rate))
     chosen = choose(goal, estimates).chosen
     assert chosen is not None

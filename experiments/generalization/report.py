@@ -1,4 +1,4 @@
-"""Writes tables and figures of merit from single runs; choices use validation data, and results use test data."""
+"""Writes tables and figures of merit from the results of runs; choices use validation data, results use test data."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Step(NamedTuple):
 
 
 def static(delta: float, factor: float) -> Method:
-    """Return the method of equation 8 with these constants."""
+    """Return the method of equation 8 with the given constants."""
     return Method(f"delta {delta:g}, x{factor:g}", "tula", "paper", {"policy": Static(factor, delta=delta)})
 
 

@@ -151,7 +151,7 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S, fits
 
 
 def _make_partitions(store: Store) -> None:
-    """Create the partitions for the coming months; log any error, since this is tried again on the next day."""
+    """Create the partitions for the coming months; log any error, since the next attempt is made a day later."""
     try:
         create_ahead(store.engine)
     except Exception:

@@ -51,7 +51,7 @@ def serve(
         bool, typer.Option("--read-only", help="Reject every change; anyone may see the accuracy page.")
     ] = False,
     migrate: Annotated[
-        bool, typer.Option("--migrate", help="First upgrade the schema of an existing database.")
+        bool, typer.Option("--migrate", help="Upgrade the schema of an existing database before starting.")
     ] = False,
 ) -> None:
     """Start the service. A missing SQLite file is created; an older schema is upgraded only with --migrate."""
@@ -109,7 +109,7 @@ def prune(
     ] = False,
     as_json: _Json = False,
 ) -> None:
-    """Delete expired archived jobs, old events and old months of telemetry, and finish interrupted deletions."""
+    """Delete jobs that were archived long ago, old events and old telemetry, and finish interrupted deletions."""
     with _opened(database) as (settings, store):
         days = settings.retention_days if older_than_days is None else older_than_days
         done = prune_store(
@@ -215,7 +215,7 @@ def _opened(
 
 
 def _refuse_strangers_without_a_token(settings: Settings, store: Store) -> None:
-    """Raise SettingsError if other machines can reach the service before its first token was created."""
+    """Raise SettingsError if other machines could reach the service before the first token has been created."""
     with store.reading() as tx:
         if not settings.on_loopback and not tx.tokens.ever_made():
             raise SettingsError(

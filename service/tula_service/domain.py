@@ -47,7 +47,7 @@ def _mismatch_sentence(
     local_batch_size: int | None,
     grad_accum_steps: int | None,
 ) -> str | None:
-    """Return a sentence for the user if a run's process used a configuration other than the planned one, else None."""
+    """Return a sentence for the user if a run's process did not use the planned configuration, else None."""
     world = world_size or planned.world_size
     batch = local_batch_size or planned.local_batch_size
     steps = grad_accum_steps or planned.grad_accum_steps
@@ -137,7 +137,7 @@ class RunRecord(NewRun):
 
 @dataclass(frozen=True)
 class BucketTimeline:
-    """The size of each gradient bucket in bytes and the seconds until it was complete, in the order of reduction.
+    """The size of each gradient bucket in bytes, and the seconds until the bucket was complete, in reduction order.
 
     Both arrays have shape (n,).
     """

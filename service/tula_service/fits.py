@@ -1,4 +1,4 @@
-"""Computes fits one at a time in a separate process, so that they do not hold the GIL and delay requests.
+"""Computes fits one at a time in a separate process, so that requests do not wait for the GIL.
 
 The process starts with the service and ends with it, even if the service is killed. If the process dies or hangs, it is
 replaced. The service and the process exchange only plain data that can be pickled.
@@ -50,11 +50,11 @@ class Compute(Protocol):
 
 
 class Fits:
-    """The queue, shared by all threads, in front of the process that computes fits.
+    """The queue of fits, which all threads share, and the process that computes the fits.
 
     Until the process is ready, fits are computed in the caller's thread, so that no request waits for the process to
     import SciPy after `start()`. If `start()` is never called (for a store outside a service, for example), all fits
-    are computed in the caller's thread. longest_s: the maximum time in seconds for a fit in the process.
+    are computed in the caller's thread. longest_s: the maximum duration of a fit in the process, in seconds.
     """
 
     def __init__(self, *, longest_s: float = LONGEST_FIT_S) -> None:
@@ -66,7 +66,7 @@ class Fits:
         self._ended: TTLCache[bytes, str] = TTLCache(64, _REFUSED_S)  # by key; access only while holding the turn
 
     def start(self) -> Future[None] | None:
-        """Start the process; return a future that is done once it is ready, or None if it cannot be started."""
+        """Start the process; return a future that is done once the process is ready, or None if it cannot start."""
         try:
             self._ready = self._started().submit(_import_analysis)
         except _NOT_STARTED as error:
@@ -155,7 +155,7 @@ class Fits:
 
 
 def _key(function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> bytes:
-    """Return a key that identifies a call by its function and arguments, so that changed data give another key."""
+    """Return a key that identifies a call by its function and arguments, so changed data result in a new key."""
     return hashlib.sha256(pickle.dumps((function, args, kwargs))).digest()
 
 

@@ -23,14 +23,14 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, extra="ignore", frozen=True)
 
     database: str = Field("tula.db", description="SQLite file or postgresql+psycopg:// URL.")
-    host: str = Field("127.0.0.1", description="Address to listen on; any except loopback requires a token.")
+    host: str = Field("127.0.0.1", description="Address to listen on; any address except loopback requires a token.")
     port: int = Field(8321, ge=0, le=65_535, description="Port to listen on; 0 selects a free port.")
     workers: int = Field(1, ge=1, description="Worker processes, which share the database and the metrics.")
     threads: int = Field(16, ge=2, description="Concurrent requests per worker, and database connections per worker.")
     max_in_flight: int = Field(
         256,
         ge=1,
-        description="Agent requests in progress per worker; for all other requests together, the limit is 3/4 of this.",
+        description="Agent requests in progress per worker; all other requests share a limit of 3/4 of this number.",
     )
     requests_per_minute: int = Field(
         6_000, ge=1, description="Requests per token and worker, excluding samples and telemetry."
@@ -38,12 +38,14 @@ class Settings(BaseSettings):
     ingest_per_minute: int = Field(
         240_000, ge=1, description="Requests with samples or telemetry per token and worker."
     )
-    shutdown_s: int = Field(20, ge=1, description="Longest time for accepted requests to finish at shutdown.")
+    shutdown_s: int = Field(20, ge=1, description="Maximum time that accepted requests have to finish at shutdown.")
     retention_days: float = Field(90.0, ge=0, description="Age at which `tula prune` deletes archived jobs.")
     telemetry_days: float = Field(
         0.0, ge=0, description="Age at which `tula prune` drops a month of telemetry (Postgres only); 0 keeps all."
     )
-    archive: str = Field("", description="Folder or s3:// URL where telemetry is saved as Parquet before removal.")
+    archive: str = Field(
+        "", description="Folder or s3:// URL where telemetry is saved as Parquet before it is dropped."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Log level; debug includes ingest."
     )

@@ -68,7 +68,7 @@ class Done:
 
 
 def run_script(forks: ForkServer, argv: list[str], env: dict[str, str], folder: Path, ranks: int = 0) -> Done:
-    """Run a script in one process, or in several ranks that meet as under torchrun; write their output to `folder`.
+    """Run a script as one process or as ranks with torchrun's variables; write the output to files in `folder`.
 
     A process that hangs is killed, so that it fails only one test and not all later ones.
     """
@@ -96,7 +96,7 @@ def forks() -> ForkServer:
 
 @functools.cache
 def framework_fork_server() -> ForkServer:
-    """Return one fork server that has imported the frameworks; it is forked from the one that has imported torch."""
+    """Return the fork server that has imported the frameworks; it is itself forked from one that has imported torch."""
     made = ForkServer([*AGENT, *FRAMEWORKS], str(launchers() / "python"))
     atexit.register(made.close)
     return made
@@ -121,7 +121,7 @@ Launch = Callable[..., Done]
 
 @pytest.fixture
 def launch(environment: dict[str, str], forks: ForkServer, tmp_path: Path) -> Launch:
-    """Return a function that runs a script of `scripts/` as one process or as several ranks, and returns its output."""
+    """Return a function that runs a script from `scripts/` as one process or several ranks and returns its `Done`."""
 
     def run(name: str, *arguments: str, ranks: int = 0, expect: int | None = 0, **variables: str) -> Done:
         done = run_script(forks, [str(SCRIPTS / name), *arguments], environment | variables, tmp_path, ranks)
@@ -134,7 +134,7 @@ def launch(environment: dict[str, str], forks: ForkServer, tmp_path: Path) -> La
 
 @pytest.fixture(scope="session")
 def alone(forks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
-    """Return a function that runs a script without a service; it asserts that all processes succeed."""
+    """Return a function that runs a script without a service and asserts that all processes succeed."""
 
     def run(script: Path, *arguments: str, ranks: int = 0, **variables: str) -> Done:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}

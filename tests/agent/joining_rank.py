@@ -1,4 +1,4 @@
-"""Simulates one rank of a training process that knows its batches and registers a run over a store like torchrun's."""
+"""Simulates a rank that knows its batch size and registers a run; ranks communicate through a store like torchrun's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tula_agent.ship.joining import Joining
 
 
 class JoiningRank:
-    """The attributes of the recorder that `Joining` reads; `start` is the number of restarts by torchrun."""
+    """A stand-in with the recorder's attributes that `Joining` reads; `start` is the number of restarts by torchrun."""
 
     def __init__(
         self,

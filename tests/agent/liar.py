@@ -1,4 +1,4 @@
-"""Runs an HTTP server on loopback that sends a wrong field in a response, or sends a response incorrectly."""
+"""Runs an HTTP server on loopback whose responses have wrong fields or are sent incorrectly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WITHIN_S = 30.0
 
 @dataclass(frozen=True)
 class Lie:
-    """One response, with `text` as its body, or sent in the way that `delivery` names."""
+    """A response with `text` as its body, or one that is sent in the incorrect way that `delivery` names."""
 
     name: str
     text: str = "{}"
@@ -54,10 +54,10 @@ def deliveries() -> list[Lie]:
 
 @dataclass
 class Liar:
-    """A server that answers requests with its `lies`; a key of `lies` is the end of the request's path.
+    """A server that answers with its `lies`, which maps the end of a request's path to the responses.
 
-    When the lies for a path are used up, the response is `truth` for `/scaling`, and otherwise the entry of `truths`
-    with the end of the path as its key.
+    When the lies for a path are used up, the response is `truth` for `/scaling`; for any other path, it is the entry of
+    `truths` whose key is the end of the path.
     """
 
     lies: dict[str, list[Lie]]

@@ -14,7 +14,7 @@ from tula_wire import RunPatch, SampleBatch, TelemetryChunk
 
 @dataclass
 class Sink:
-    """The requests received, and the behaviour of the server.
+    """The requests received so far, and how the server behaves.
 
     The behaviour is one of ok, error (500), garbage, html, hang, trickle, refuse (422), unknown_token (401), busy
     (429).

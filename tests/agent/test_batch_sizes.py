@@ -1,4 +1,4 @@
-"""Tests how the size of a batch is found: a stated size takes precedence over the shapes of its tensors."""
+"""Tests how the size of a batch is determined: a stated size takes precedence over the shapes of the tensors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_size_that_the_script_states_beats_the_loader():
 
 @pytest.fixture
 def train(sink, tmp_path):
-    """Return a function that loops over batches, with an optimizer or not; it returns sampled steps by batch size."""
+    """Return a function that loops over batches, with or without an optimizer, and counts samples by batch size."""
 
     def loop(batches, optimizer=None, environ=None, **stated):
         variables = {"TULA_URL": sink.url, "TULA_RUN_ID": "run-1", "TULA_SPOOL_DIR": str(tmp_path), **(environ or {})}

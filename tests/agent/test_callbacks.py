@@ -156,7 +156,7 @@ def test_a_written_batch_schedule_ends_its_stages_and_sets_their_rates(
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_fits_of_a_launched_script_without_an_edit_are_one_run(sink: Sink, launch: Launch, package: str) -> None:
-    """The installed package declares a callback as an entry point, which every Trainer uses."""
+    """The installed package registers a callback through an entry point, so every Trainer uses it."""
     done = launch("lightning_callbacks.py", package, TULA_KIND="train")
     assert done.printed("callbacks") == ["callbacks UneditedCallback True"] * 2
     assert sink.states == ["running", "succeeded"]

@@ -133,7 +133,7 @@ def test_weights_are_read_into_their_place(tmp_path):
 
 @pytest.fixture(scope="module", params=[False, True], ids=["whole", "sharded"])
 def apart(request, train, tmp_path_factory):
-    """Return what the two ranks of `checkpoint_apart.py` printed in each attempt: weights, folders and errors."""
+    """Return whether the model is sharded, what both ranks printed in each attempt, and the checkpoint folder."""
     shared, elsewhere = tmp_path_factory.mktemp("shared"), tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "a-file").touch()
     arguments = [str(shared), str(elsewhere), *(["--sharded"] if request.param else [])]

@@ -1,4 +1,4 @@
-"""Tests that the environment is read once, and that an invalid value can cost a measurement but never training."""
+"""Tests that the environment is read once, and that an invalid value may prevent a measurement but never training."""
 
 from __future__ import annotations
 

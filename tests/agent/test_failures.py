@@ -1,4 +1,4 @@
-"""Tests that training ends with the same weights as without the agent, whatever happens to service or process."""
+"""Tests that training ends with the same weights as without the agent, even if the service or the process fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that every step of a DDP job has the same weights as without the agent, whatever happens to service or ranks.
+"""Tests that every step of a DDP job has the same weights as without the agent if the service or a rank fails.
 
 Two ranks over gloo print a digest of their weights after every step; the reference is one run without the agent.
 """

@@ -18,7 +18,7 @@ PROFILE = {"TULA_KIND": "profile", "TULA_WARMUP_STEPS": "2", "TULA_MEASURE_STEPS
 
 @dataclass
 class Kind:
-    """The expected measurement of a script and a part of its message; `fewest` is how many of ten steps are sampled."""
+    """The expected measurement of a script and part of its log message; at least `fewest` of ten steps are sampled."""
 
     ranks: int = 0
     micro_steps: int = 1
@@ -68,7 +68,7 @@ def test_a_profiling_run_measures_every_step_of_its_size_and_leaves(sink: Sink, 
 
 
 def test_batches_that_a_script_keeps_are_measured_in_one_launch_for_each(sink: Sink, launch: Launch) -> None:
-    """Cut batches remain cut: the launch ends after the smallest one, and other launches measure the others."""
+    """The script keeps its cut batches, so the launch ends after the smallest; other launches measure the rest."""
     launch("with_hook.py", str(SCRIPTS / "kinds.py"), "cycle", **PROFILE, TULA_SMALLER_BATCHES="2=small,4=middle")
     assert not sink.invalid
     found = [(path.split("/")[3], body) for _, path, body in sink.requests if path.endswith("/samples")]
@@ -79,7 +79,7 @@ def test_batches_that_a_script_keeps_are_measured_in_one_launch_for_each(sink: S
 def test_ranks_that_step_unequally_often_train_to_their_end(
     sink: Sink, launch: Launch, variables: dict[str, str]
 ) -> None:
-    """No rank waits for the decision of another rank that itself waits for the first, and no rank stops alone."""
+    """No two ranks wait for each other, and no rank stops alone."""
     done = launch("with_hook.py", str(SCRIPTS / "kinds.py"), "joined", ranks=2, **variables)
     assert done.stdout.count("complete") == 2
     assert done.stderr.count("loop over run.steps(loader)") == 1
@@ -91,7 +91,7 @@ def test_ranks_that_step_unequally_often_train_to_their_end(
 def test_the_first_rank_never_waits_for_another_to_send_what_it_measured(
     sink: Sink, launch: Launch, environment: dict[str, str]
 ) -> None:
-    """With a service that hangs, a run takes five seconds to end; these would be in a step time of the first rank."""
+    """If the service hangs, a run takes five seconds to end; this time must not count in a step of the first rank."""
     sink.behaviour = "hang"
     launch("with_hook.py", str(SCRIPTS / "kinds.py"), "joined_nearly_even", ranks=2, **PROFILE)
     files = Path(environment["TULA_SPOOL_DIR"]).glob("run1-0-*.spool")
@@ -132,7 +132,7 @@ def test_a_batch_that_a_script_lowers_after_an_out_of_memory_did_not_fit(
 
 
 def test_an_out_of_memory_of_another_batch_ends_no_run(sink: Sink, launch: Launch) -> None:
-    """This also holds if batches are cut, and so are smaller than the run's."""
+    """This also holds if cut batches are smaller than the batch of the run."""
     launch("with_hook.py", str(SCRIPTS / "kinds.py"), "lowers_to_its_batch", **PROFILE, TULA_SMALLER_BATCHES="2=small")
     measured = {(path.split("/")[3], body["local_batch_size"]) for _, path, body in sink.requests if "step" in body}
     assert measured == {("small", 2), ("run1", 8)}

@@ -1,4 +1,4 @@
-"""Tests that one launch measures several local batches for a run each, and does not cut batches that cannot be cut."""
+"""Tests that one launch measures several local batch sizes, each as a separate run, if its batches can be cut."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Encoding(UserDict[str, Any]):
 
 
 def measured(sink: Sink) -> dict[str, list[tuple[int, int]]]:
-    """Return, by run, the local batch and number of measured steps of each request of the first rank, in order."""
+    """Return, for each run, the (local batch size, measured steps) of the first rank's requests in order."""
     found: dict[str, list[tuple[int, int]]] = {}
     for _, path, body in sink.requests:
         if path.endswith("/samples") and body["rank"] == 0 and not body["warmup"]:

@@ -42,7 +42,7 @@ def cost(done: Done) -> tuple[float, int]:
 
 
 def assert_costs_little(done: Done, without: Done, again: Callable[[], Done]) -> None:
-    """Compare the cost with that of a run without a service; measure a long step up to twice more."""
+    """Assert that the cost is close to that without a service; repeat the run up to twice if a step took long."""
     (pause, memory), (usual_pause, usual_memory) = cost(done), cost(without)
     for _ in range(2):
         if pause > usual_pause + STEP_S:
@@ -55,7 +55,7 @@ def assert_costs_little(done: Done, without: Done, again: Callable[[], Done]) ->
 
 @pytest.mark.parametrize(("ranks", "every"), [(0, 1), (2, 6)])
 def test_no_impossible_answer_changes_a_training(launch: Launch, ranks: int, every: int) -> None:
-    """Every field has every invalid value, for all policies, and every delivery; of two ranks, the first reads."""
+    """The responses have invalid values in every field or are sent incorrectly; only the first rank reads them."""
     lies = impossible()[::every]
     count = str(len(lies))
     with lying(Liar({}, truth={"version": 0})) as honest:
@@ -79,7 +79,7 @@ def test_no_impossible_answer_changes_a_training(launch: Launch, ranks: int, eve
 
 
 def test_a_possible_answer_acts_as_if_the_script_had_given_it(launch: Launch) -> None:
-    """The values act from the same step on all ranks; a response that leaves out a field keeps the other values."""
+    """All ranks apply the values from the same step on; a response that lacks a field is valid too."""
     possible = [lie for lie in field_lies(TRUTH) if lie.name.endswith("missing")]
     served = {"version": 7, "static_scale": 1.5, "s_max": 1.25, "small_batch_size": 2}
     arguments = ("--policies", "gain,ags,static", "--steps", "30")
@@ -121,7 +121,7 @@ IDS = [
 
 
 def joining_lies() -> list[tuple[str, Lie]]:
-    """Return every field of every response to a joining rank with each invalid value and id, and deliveries."""
+    """Return (path, lie) pairs for a joining rank: each invalid id, each invalid field and each incorrect delivery."""
     lies = [(f"/jobs/{JOB_ID}/runs", Lie(lie.name, f'{{"id": {lie.text}}}')) for lie in IDS]
     lies += [("/jobs", Lie(lie.name, f'{{"jobs": [{{"name": "{NAME}", "id": {lie.text}}}]}}')) for lie in IDS]
     lies += [("/jobs", Lie(lie.name, f'{{"jobs": [], "job": {{"id": {lie.text}}}}}')) for lie in IDS]
@@ -133,7 +133,7 @@ def joining_lies() -> list[tuple[str, Lie]]:
 
 
 def test_no_answer_to_a_rank_that_joins_raises_or_leads_to_another_path() -> None:
-    """An id `..` once changed the path of a request with the agent's token. The test names jobs by name and by id."""
+    """An id of `..` once changed the path of a request with the agent's token. Jobs are named by name and by id."""
     for (path, lie), job in itertools.product(joining_lies(), (NAME, JOB_ID)):
         if (path, job) == ("/jobs", JOB_ID):
             continue  # which is not asked for

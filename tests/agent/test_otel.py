@@ -1,4 +1,4 @@
-"""Tests that training metrics reach the OpenTelemetry SDK of the process, read by a reader of that SDK."""
+"""Tests that training metrics reach the process's OpenTelemetry SDK, from which a metric reader collects them."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_all_ranks_take_the_first_ranks_plan_and_end_at_the_same_step() -> None:
 
 
 def test_steps_that_are_slow_at_random_are_measured_for_longer_and_all_ranks_end_at_the_same_step() -> None:
-    """The other ranks measure other times, but the first rank decides."""
+    """The other ranks measure different times, but the first rank decides."""
     store, asked = dist.HashStore(), PLAN.measure_steps
     ranks = []
     for rank in range(2):

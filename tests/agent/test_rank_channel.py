@@ -1,4 +1,4 @@
-"""Tests small messages between ranks through the stores of torch."""
+"""Tests the small messages that ranks exchange through torch's stores."""
 
 from __future__ import annotations
 

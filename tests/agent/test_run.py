@@ -125,7 +125,7 @@ def test_the_service_can_end_a_profile_run(sink: Sink, launch: Launch) -> None:
 
 
 def test_a_service_cannot_make_a_profiling_run_of_a_training(sink: Sink, launch: Launch) -> None:
-    """This response once ended training early, with exit status 0 and weights after half of the steps."""
+    """This response once ended training after half of the steps, with exit status 0."""
     sink.stop = True
     sink.run = {
         "kind": "profile",
@@ -176,7 +176,7 @@ def test_a_smaller_last_batch_is_no_sample_of_the_usual_one(sink: Sink, launch: 
 def test_a_shorter_last_accumulation_is_no_sample_of_the_usual_one(
     sink: Sink, environment: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Lightning steps at the end of an epoch, so the service took the run for one with another accumulation."""
+    """Lightning also steps at the end of an epoch, which the service once mistook for another accumulation."""
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = Run(read_config(environment | {"TULA_NUM_NODES": "2", "TULA_RANKS_PER_NODE": "1"}))
@@ -205,7 +205,7 @@ def test_weights_are_bit_for_bit_those_without_the_agent(
 
 @pytest.mark.parametrize("ends", ["finish", "leave"])
 def test_the_agent_keeps_no_object_of_the_job_alive(sink: Sink, launch: Launch, ends: str) -> None:
-    """A model that the agent kept would keep gloo's threads, which abort the process at its end."""
+    """If the agent kept a model alive, gloo's threads would also live on and abort the process when it exits."""
     done = launch("lets_go.py", ends, ranks=2)
     assert sink.column("gradient_noise_scale")
     # The place in the data stays, for a checkpoint, as long as there is a run to make one.
@@ -214,7 +214,7 @@ def test_the_agent_keeps_no_object_of_the_job_alive(sink: Sink, launch: Launch, 
 
 
 def test_a_second_process_group_at_the_same_address_is_measured(sink: Sink, launch: Launch, tmp_path: Path) -> None:
-    """If the agent kept a model or a store, the first group's address would remain in use, with its old contents."""
+    """If the agent kept a model or a store, the first group's store would keep the address and its old contents."""
     said = []
     for url in ("", sink.url):
         folder = tmp_path / f"agent{bool(url)}"
@@ -232,7 +232,7 @@ def test_a_second_process_group_at_the_same_address_is_measured(sink: Sink, laun
 
 
 def test_times_measured_before_a_group_was_destroyed_are_joined_after_it(sink: Sink, launch: Launch) -> None:
-    """In this test, the first rank hosts the group's store; destroying it must not lose the agent's data."""
+    """In this test, the first rank hosts the group's store; destroying the group must not lose the agent's data."""
     launch("train.py", "--pause", "0.01", ranks=2, TULA_WARMUP_STEPS="2", TULA_MEASURE_STEPS="30")
     joined = {step for step, skew in sink.rows("step", "skew_s") if skew is not None}
     assert joined >= set(range(2, 31))
@@ -308,7 +308,7 @@ def test_ranks_come_from_the_process_group_where_no_variable_is_set(sink: Sink, 
 
 
 def test_one_process_in_an_allocation_of_eight_is_one_rank(sink: Sink, launch: Launch) -> None:
-    """Without srun, SLURM's variable has the size of the allocation; the profiling run still ends."""
+    """Without srun, SLURM_NTASKS is the size of the allocation; the profiling run still ends."""
     done = launch(
         "train.py", "--epochs", "1", "--batches", "4", TULA_WARMUP_STEPS="3", TULA_MEASURE_STEPS="20", SLURM_NTASKS="8"
     )
@@ -342,7 +342,7 @@ def test_the_length_of_sequences_is_reported(sink: Sink, tmp_path: Path) -> None
 
 
 def test_paused_time_counts_in_no_step(sink: Sink, tmp_path: Path) -> None:
-    """On an inactive run, `paused` does nothing; an exception within it is passed on."""
+    """On an inactive run, `paused` does nothing and lets exceptions propagate."""
     run = Run(read_config({"TULA_URL": sink.url, "TULA_RUN_ID": "r", "TULA_SPOOL_DIR": str(tmp_path)}))
     began = time.monotonic()
     for _ in run.steps([torch.zeros(2)] * 3):
@@ -358,7 +358,7 @@ def test_paused_time_counts_in_no_step(sink: Sink, tmp_path: Path) -> None:
 
 
 def test_the_optimizer_s_time_is_apart_from_the_gradient_s(sink: Sink, tmp_path: Path) -> None:
-    """Two optimizers in a step are added; a step with a closure that computes gradients has no optimizer time."""
+    """The times of two optimizers are added; a step whose closure computes gradients has no optimizer time."""
 
     class Slow(torch.optim.SGD):
         def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -69,7 +69,7 @@ def test_a_served_bound_that_crosses_a_scripted_one_is_left_out(
 
 
 def test_a_run_with_an_agent_on_the_first_rank_only_finishes_with_a_warning(sink: Sink, launch: Launch) -> None:
-    """Only the first rank calls `init`, so the run cannot end early, says so, and continues to its end."""
+    """Since only the first rank calls `init`, the run warns that it cannot end early and continues to its end."""
     variables = {"TULA_WARMUP_STEPS": "1", "TULA_MEASURE_STEPS": "8", "TULA_PROBE_S": "0.2"}
     done = launch("first_rank_only.py", ranks=2, **variables)
     assert not any("all_reduces" in body for body in sink.samples)  # the other rank would not have taken part

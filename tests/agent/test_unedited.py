@@ -1,4 +1,4 @@
-"""Tests a loop without the agent's calls: which steps and batches count, and how a profiling run leaves it."""
+"""Tests a loop that never calls the agent: which steps and batches count, and how a profiling run leaves the loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that the start-up hook measures scripts like public ones, which do not use Tula."""
+"""Tests that the start-up hook measures scripts that do not use Tula and resemble public ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_page_on_what_was_run_lists_every_script() -> None:
 
 
 def check_measured(sink: Sink, script: str, world_size: int = 2) -> None:
-    """Assert that all samples have the script's batch, accumulation and world size, and that the run succeeded."""
+    """Assert that rank 0's samples have the script's batch, accumulation and world size and the run succeeded."""
     assert not sink.invalid
     measured = [body for body in sink.samples if body["rank"] == 0]
     seen = {(body["local_batch_size"], body["grad_accum_steps"], body["world_size"]) for body in measured}
@@ -85,9 +85,9 @@ def test_one_launch_measures_several_batches(sink: Sink, launch: Launch, script:
 
 
 def test_ranks_that_the_script_spawns_are_measured(sink: Sink, launch: Launch) -> None:
-    """The hook measures them, although a spawned process imports torch only after Python has started.
+    """The hook measures spawned ranks, although their processes import torch only after Python has started.
 
-    This test has one rank; `test_run.py` has two that find each other without variables.
+    This test has one rank; `test_run.py` has two ranks that find each other without variables.
     """
     done = launch(str(SCRIPTS / "mp_spawn.py"), "--batch-size=8", "--world-size=1", **PROFILE)
     assert "complete" not in done.stdout

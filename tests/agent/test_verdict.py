@@ -1,7 +1,8 @@
 """Tests that the agent's log and the service give the same verdict on real training runs with one bottleneck each.
 
-Memory has no test here, since a CPU has no allocator that reports its retries; `tests/wire/test_verdict.py` tests that
-rule with such a reading. All delays are shares of a step and large compared with what a busy machine adds.
+The verdict on memory has no test here, since a CPU has no allocator that reports its retries;
+`tests/wire/test_verdict.py` tests that rule with such a reading. All delays are shares of a step and large compared
+with what a busy machine adds.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def said(done: Done) -> list[tuple[str, str]]:
 
 
 def served(sink: Sink) -> str:
-    """Return the diagnosis of the rows that were sent."""
+    """Return the service's diagnosis of the rows that the agent sent."""
     names = ("step", "step_time_s", "input_time_s", "exposed_comm_time_s", "skew_s", "straggler_rank")
     rows = []
     for body in sink.samples:

@@ -1,4 +1,4 @@
-"""Tests that the values of `run.log` are also in a real offline wandb run, if the script asks for it."""
+"""Tests that the values of `run.log` also reach a real offline wandb run if the script requests this."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def records(folder: Path) -> Iterator[Any]:
-    """Yield the records in the file of the only offline wandb run: LevelDB's log format after a header of 7 bytes."""
+    """Yield the records of the only offline wandb run; its file is a LevelDB log after a header of 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
     (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")

@@ -1,6 +1,6 @@
-"""Tests the dashboard in a real Chromium: pages with no, little and much data, dark and light, on laptop and phone.
+"""Tests the dashboard in a real Chromium, with no, little and much data, in dark and light mode, on laptop and phone.
 
-Some tests are about readers who dislike motion (WCAG 2.1, 2.3.3) or who keep many pages open.
+Some tests are about readers who prefer reduced motion (WCAG 2.1, 2.3.3) or who keep many pages open.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def draw_all(page: Page) -> None:
 
 
 def draw(page: Page, chart: str) -> Locator:
-    """Bring the chart with an address that ends in `chart` into view, and wait until it is drawn; return its figure."""
+    """Scroll to the chart whose address ends in `chart`, wait until it is drawn, and return its figure."""
     figure = page.locator(f"[data-chart$='{chart}']")
     figure.scroll_into_view_if_needed()
     expect(figure.locator("svg.marks")).to_be_visible()
@@ -57,7 +57,7 @@ def draw(page: Page, chart: str) -> Locator:
 
 @pytest.fixture(scope="session")
 def followed(seeded: Seeded) -> str:
-    """Create a training run with the recommended configuration, a fifth slower than predicted; return its id."""
+    """Create a training run whose steps take a fifth longer than the recommendation predicts; return its id."""
     job_id = seeded.post(routes.JOBS, specification("followed"))["job"]["id"]
     path = routes.JOB_RECOMMENDATION.format(job_id=job_id)
     best = httpx.get(seeded.url + path, timeout=60).json()["chosen"]
@@ -73,7 +73,7 @@ def followed(seeded: Seeded) -> str:
 
 
 def accessible(page: Page) -> None:
-    """Assert WCAG 2.1, levels A and AA, as far as axe can check: contrast, names of controls, keyboard access."""
+    """Assert that axe finds no violation of WCAG 2.1, levels A and AA, such as low contrast or unnamed controls."""
     page.evaluate(UNFADED)  # charts fade for the moment in which they load again, as they do after each event
     found = AXE.run(page, context={"exclude": [["svg.marks > *"]]}, options=WCAG).response["violations"]
     assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in found] == []
@@ -100,7 +100,7 @@ def check(page: Page, name: str) -> None:
 
 
 def enlarged(page: Page) -> None:
-    """Assert that the page does not scroll sideways at 200 and 400 %, and that letters grow (WCAG 1.4.4, 1.4.10)."""
+    """Assert that a page at 200 and 400 % needs no sideways scrolling, and that its text grows (WCAG 1.4.4, 1.4.10)."""
     for zoom in (2, 4):  # 1280 points wide at 200 % and 400 % are 640 and 320
         page.set_viewport_size({"width": 1280 // zoom, "height": 900 // zoom})
         assert page.evaluate(SIDEWAYS) <= 0, zoom

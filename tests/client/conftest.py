@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # fixtures import the service: no test of make quick needs it
 
 @pytest.fixture(scope="session")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
-    """Return the application on a new, migrated SQLite file; each test registers jobs with other names."""
+    """Return the application on a new, migrated SQLite file; each test registers jobs under different names."""
     from benchmarks.support.server import migrate
     from tula_service.app import create_app
     from tula_service.settings import Settings
@@ -75,5 +75,5 @@ def job_spec(name: str) -> JobSpec:
 
 @pytest.fixture
 def spec(request: pytest.FixtureRequest) -> JobSpec:
-    """Return the specification of a job with the name of the test."""
+    """Return the specification of a job that is named after the test."""
     return job_spec(request.node.name[:200])

@@ -45,7 +45,7 @@ def tula(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, req
 
 @pytest.fixture(scope="module")
 def profiled(address: str) -> Job:
-    """Return a profiled job that tests only read."""
+    """Return a profiled job that tests read but do not change."""
     with Client(address, token="") as client:
         made = client.register(job_spec("only read")).job
         profile(client, made.id)

@@ -62,7 +62,7 @@ def steps(run: Run, count: int = 12) -> SampleBatch:
 
 
 def profile(client: Client, job_id: str) -> int:
-    """Run all of a job's plan with invented steps; return the number of runs."""
+    """Run the whole plan of a job with invented step times; return the number of runs."""
     for done in itertools.count():
         claimed = client.claim(job_id, ClaimRequest(holder="test"))
         if claimed.run is None:

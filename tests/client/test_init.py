@@ -41,7 +41,7 @@ def four_devices(machine: Path) -> None:
 
 
 def written(capfd: Out, *command: str) -> tuple[JobSpec, list[str]]:
-    """Return the job that `tula init` writes and its command for tuning, after checking that they fit each other."""
+    """Return the job that `tula init` writes and the training command that it prints, after checking that they fit."""
     assert run(["init", "--", *command]) == 0
     words = shlex.split(capfd.readouterr().out.splitlines()[-1])
     assert words[:4] == ["tula", "tune", "job.toml", "--"]

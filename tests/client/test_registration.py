@@ -1,4 +1,4 @@
-"""Tests that a changed `job.toml` changes the job if possible, and registers another job only for fixed fields."""
+"""Tests that a changed `job.toml` changes the job, and registers another job only if a fixed field has changed."""
 
 from __future__ import annotations
 

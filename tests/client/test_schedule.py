@@ -1,4 +1,4 @@
-"""Tests a batch schedule for people, scripts and Megatron-LM; `tests/agent/test_callbacks.py` tests the callbacks."""
+"""Tests batch schedules for people, scripts and Megatron-LM; `tests/agent/test_callbacks.py` tests the callbacks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRAINED = Configuration(num_nodes=4, local_batch_size=32)
 
 
 def slow_steps(run: Run) -> SampleBatch:
-    """Return steps of some ten seconds each, so that a relaunch is short compared with a stage."""
+    """Return steps of about ten seconds each, so that a relaunch is short compared with a stage."""
     quick = steps(run)
     return quick.model_copy(update={"step_time_s": [100.0 * value for value in quick.step_time_s]})
 

@@ -1,4 +1,4 @@
-"""Tests the interface for scripts and notebooks: one-line recommendation, waiting, own profiling runs, and handles."""
+"""Tests the interface for scripts and notebooks: one-line recommendation, waiting, self-measured runs, and handles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that `tula tune`, started again, does not repeat what is done."""
+"""Tests that a restarted `tula tune` does not repeat finished work."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_end_of_tuning_says_what_bounds_the_recommended_run(tula: Tula, tmp_
     assert code == 0, err
     said = " ".join(out.split())
     assert "Verdict on run run-" in said
-    assert "Input-bound: training waits for data for 40 % of a step." in said
+    assert "Input-bound: training spends 40 % of a step waiting for data." in said
     assert "It saves up to 40 % of a step." in said
     code, out, _ = tula(*command, "--json", *launch)
     (verdict,) = json.loads(out)["verdicts"]

@@ -58,9 +58,9 @@ started: list[subprocess.Popen[str]] = []
 class Tula:
     """The `tula` command as a user runs it in a separate folder.
 
-    With `forked`, the launched processes are forked from a process that has imported torch, for tests that check
-    neither how these processes start nor that none of them is left. The command itself is forked, too, unless a test
-    sends it a signal.
+    With `forked`, a call of the command, and the processes that it launches, are forked from a process that has
+    imported torch; this suits tests that check neither how these processes start nor that none is left. The method
+    `start` never forks the command, so that a test can send it a signal.
     """
 
     def __init__(self, server: Server | Client, folder: Path, *, forked: bool = False, **environment: str) -> None:
@@ -84,7 +84,7 @@ class Tula:
         dataset: int = 1000,
         search: str = "partial",
     ) -> str:
-        """Write a job, and return its path. It has one candidate unless `least_nodes` or `least_batch` is given."""
+        """Write a job.toml, with one candidate unless `least_nodes` or `least_batch` is given; return its path."""
         path = self.folder / "job.toml"
         path.write_text(
             SPEC.format(

@@ -1,4 +1,4 @@
-"""Skips tests that need a cluster, with the reason, if this machine cannot have a cluster."""
+"""Provides one service for all end-to-end tests, and ends the processes that a failed test leaves behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns the nodes of a cluster of namespaces into machines with hostnames, /etc/hosts, processes and daemons."""
+"""Turns nodes of a cluster of network namespaces into machines with hostnames, /etc/hosts, processes and daemons."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 def why_not() -> str | None:
-    """Return in one sentence why no such group can be created on this machine, or None if it can."""
+    """Return in one sentence why this machine cannot limit memory by control groups, or None if it can."""
     try:
         with limited(64 * 2**20):
             return None
@@ -43,7 +43,7 @@ def limited(memory_bytes: int) -> Iterator[Path]:
 
 
 def _remove(group: Path) -> None:
-    """Remove a group, with several attempts, since a group is busy for a moment after its last process has ended."""
+    """Remove a group once it is empty: it remains busy for a moment after its last process has ended."""
     until = time.monotonic() + 5
     while (group / "cgroup.procs").read_text() and time.monotonic() < until:
         time.sleep(0.01)

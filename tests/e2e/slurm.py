@@ -1,4 +1,4 @@
-"""Starts a SLURM of one node on the loopback, or of a cluster's machines, with separate keys, ports and files."""
+"""Starts SLURM with one node on loopback, or with a cluster's machines, with separate keys, ports and files."""
 
 from __future__ import annotations
 

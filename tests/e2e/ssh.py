@@ -1,4 +1,4 @@
-"""Starts a real sshd on each machine of a cluster, and creates an `ssh` that may log in to each."""
+"""Starts a real sshd on each machine of a cluster, and creates an `ssh` that can log in to every machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Host *
 
 
 def why_not() -> str | None:
-    """Return in one sentence why such machines cannot be created here, or None if they can."""
+    """Return in one sentence why machines with sshd cannot be created here, or None if they can."""
     missing = [name for name in PROGRAMS if find(name) is None]
     if missing:
         return f"OpenSSH is not installed ({', '.join(missing)} missing): run tests/system-packages.sh"
@@ -49,7 +49,7 @@ def why_not() -> str | None:
 
 @contextmanager
 def ssh(nodes: Cluster, folder: Path) -> Iterator[str]:
-    """Start the daemons; yield a PATH whose `ssh` can reach the machines by name. The daemons end with the block."""
+    """Start the daemons; yield a PATH whose `ssh` reaches the machines by name. Leaving the block ends the daemons."""
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")], check=True)
     public = (folder / "key.pub").read_text()
     hosts = (CLIENT.format(name=name, address=nodes.address(number)) for number, name in enumerate(names(nodes)))

@@ -41,7 +41,7 @@ with socket.create_server((sys.argv[1], 7000)) as server:
 
 
 def rate_mbit(cluster: Cluster, size: int) -> float:
-    """Return the measured rate of a transfer from node 0 to node 1."""
+    """Return the measured rate of a transfer from node 0 to node 1 in Mbit/s."""
     receive = cluster.command(1, [sys.executable, "-c", RECEIVE, cluster.address(1)])
     with subprocess.Popen(receive, stdout=subprocess.PIPE, text=True) as receiver:
         assert receiver.stdout is not None
@@ -51,7 +51,7 @@ def rate_mbit(cluster: Cluster, size: int) -> float:
 
 
 def best_rate_mbit(cluster: Cluster, size: int, *, enough: float) -> float:
-    """Return the best rate of up to ten transfers, since a busy machine lowers it; stop above `enough`."""
+    """Return the highest rate of up to ten transfers, which a busy machine slows; stop once a rate exceeds `enough`."""
     best = 0.0
     for _ in range(10):
         best = max(best, rate_mbit(cluster, size))
@@ -69,7 +69,7 @@ with socket.create_connection((sys.argv[1], 7000)):
 
 
 def round_trip_s(cluster: Cluster) -> float:
-    """Return the time of a TCP handshake from node 0 to node 1 in seconds."""
+    """Return how many seconds a TCP handshake from node 0 to node 1 takes."""
     receive = cluster.command(1, [sys.executable, "-c", RECEIVE, cluster.address(1)])
     with subprocess.Popen(receive, stdout=subprocess.PIPE, text=True) as receiver:
         assert receiver.stdout is not None
@@ -79,7 +79,7 @@ def round_trip_s(cluster: Cluster) -> float:
 
 
 def step_time_s(cluster: Cluster) -> float:
-    """Return the fastest step time of a real DDP job on two nodes, since a busy machine only makes steps longer."""
+    """Return the shortest step time of a real DDP job on two nodes, since a busy machine only makes steps longer."""
     job = [launchers() / "python", "-m", "benchmarks._cluster_job"]
     job += ["--nodes=2", "--batch-size=8", "--steps=12", "--show-steps"]
     place = [f"--{name}={value}" for name, value in cluster.for_ranks.items()]

@@ -34,7 +34,7 @@ sys.exit(demo.main())
 
 
 def commands_holding(text: str) -> list[str]:
-    """Return the command lines that contain `text`, of all processes."""
+    """Return the command line of each process that contains `text`."""
     ps = ["ps", "-ww", "-eo", "args"]  # without -ww, a narrow terminal's COLUMNS would cut the lines
     lines = subprocess.run(ps, capture_output=True, text=True, check=True).stdout.splitlines()
     return [line for line in lines if text in line]

@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def train(folder: Path, script: Path, *arguments: str, block: str = "", **variables: str) -> str:
-    """Run a script as the only rank, with `variables` and without the module `block`; return its output."""
+    """Run a script as the only rank, with these variables and with the module `block` hidden; return its output."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""Tests jobs from the specification to trained weights in spite of failures, with real processes and SLURM."""
+"""Tests that jobs survive failures between their specification and trained weights, with real processes and SLURM."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_hang_ends_at_the_time_limit_with_the_stack_of_each_rank(server: Serve
 
 
 def test_nothing_that_happens_to_its_terminal_ends_a_training(server: Server, tmp_path: Path) -> None:
-    """The terminal closes, lacks a character, or is no longer read, and SLURM announces the end of the allocation."""
+    """The terminal cannot show a character, is no longer read, and closes; SLURM announces the allocation's end."""
     tula = Tula(server, tmp_path, PYTHONIOENCODING="ascii")
     tula.register("lasts", nodes=1)
     go_on = tmp_path / "go-on"

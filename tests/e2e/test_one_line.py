@@ -81,7 +81,7 @@ def runs_of(client: Client, job: str) -> list[WireRun]:
 
 @pytest.fixture
 def started_by_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Make this process look as if torchrun had started it, with a folder of logs that is kept over restarts."""
+    """Make this process look as if torchrun had started it, with a log folder that remains across restarts."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / "0" / "error.json"))
 
 
@@ -101,7 +101,7 @@ def train(url: str, tmp_path: Path, job: WantedJob, steps: int = 12, **environ: 
 
 
 def torchrun(server: Server, *words: str, log: Path, **environ: str) -> None:
-    """Run two ranks until they end, without the token and run that `tula` would provide."""
+    """Run two ranks until they end, without the token and run id that `tula` would provide."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
     environment |= {"TULA_URL": server.url, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": str(launchers() / "python")}
     environment |= environ

@@ -1,4 +1,4 @@
-"""Tests that `tula tune` launches a real script with its options as arguments, and chooses among launched ones."""
+"""Tests that `tula tune` passes options to a real script and recommends only a combination that it has launched."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ JOB = {
 
 
 def header(recipe: Path) -> tuple[Template, Template | None]:
-    """Return the command in the head of a recipe, and its stop command."""
+    """Return the command in the head of a recipe, and the stop command if there is one."""
     lines = [line.removeprefix("#").strip() for line in recipe.read_text(encoding="utf-8").splitlines()]
     first = next(number for number, line in enumerate(lines) if "tula tune job.toml" in line)
     text = "\n".join(lines[first : lines.index("", first)])
@@ -108,7 +108,7 @@ def program(folder: Path, name: str, text: str) -> str:
 def two_machines(
     sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Cluster, Server, dict[str, str]]]:
-    """Start two machines, and on a third a service that requires a token; yield them with the environment of `tula`."""
+    """Start two machines and, on their host, a service that requires a token; yield them and variables for `tula`."""
     database = str(tmp_path_factory.mktemp("service") / "tula.db")
     shutil.copy(sqlite_template, database)
     make_token(database, "admin")

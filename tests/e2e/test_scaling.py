@@ -1,4 +1,4 @@
-"""Tests that a setting that a user changes at the service changes the steps of two real ranks."""
+"""Tests that a setting changed at the service changes the training steps of two real ranks."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ TINY = replace(
 
 
 def results(case: str, seed: int = 0, **tests: float) -> list[Result]:
-    """Return one run per method; validation equals test, except that `x8` looks best only on validation."""
+    """Return one run per method with equal validation and test accuracy, except that `x8` looks best on validation."""
     names = {"small": "small batch", "default": "Tula default", "cut": "linear, cut", "polo": "post-local SGD"}
     rows = []
     for short, test in tests.items():
@@ -70,7 +70,7 @@ def test_figures_of_merit_are_computed_as_their_names_say():
 
 
 def test_intervals_are_paired_by_seed():
-    """Seeds differ by ten points, but the methods by two points on average, and the interval is for the latter."""
+    """Seeds differ by ten points, but methods by two on average; the interval is for the difference between methods."""
     found = []
     for seed, (test, lead) in enumerate([(50, 1.0), (60, 2.0), (70, 3.0)]):
         found += results("c/vgg/512", seed, LBT=test, default=test + lead)
@@ -123,7 +123,7 @@ def test_development_and_test_cases_are_apart_and_every_named_baseline_is_run():
 
 
 def test_betas_of_adam_follow_the_batch():
-    """According to Malladi et al. (2022), 1 - beta grows by B / base, to at most 1."""
+    """According to Malladi et al. (2022), 1 - beta grows by a factor of B / base, to at most 1."""
     (root,) = [method for method in ADAM_METHODS if method.name == "root"]
     case = Case("stdlib", "transformer", 64, 4)
     network = build("transformer", num_classes=256, side=32)

@@ -56,7 +56,7 @@ class Trainer:
 
     @contextmanager
     def watched(self, agent: bool = True, **variables: str) -> Iterator[Run]:
-        """Yield a run that reports to the sink, or one without an agent, in which no part of the agent may fail."""
+        """Yield a run that reports to the sink, in which the agent must not fail, or a run without an agent."""
         if not agent:
             yield Run(None)
             return
@@ -138,7 +138,7 @@ def same_weights(left: Training, right: Training) -> bool:
 
 
 def peak_of(trainer: Trainer, examples: int) -> int:
-    """Return the peak bytes of a few training steps with this batch."""
+    """Return the peak memory in bytes of a few training steps with this batch."""
     torch.cuda.reset_peak_memory_stats()
     trainer.train(3, examples=examples)
     return torch.cuda.max_memory_allocated()
@@ -199,7 +199,7 @@ def test_the_peak_of_a_small_batch_comes_back_after_a_larger_one(trainer: Traine
 
 
 def test_each_batch_of_a_launch_has_the_peak_of_a_separate_launch(trainer: Trainer) -> None:
-    """The whole batch is an exception, since it is on the device while smaller ones are cut from it."""
+    """Peaks differ only by the rest of the whole batch, which stays on the device while parts are cut from it."""
     sizes = [EXAMPLES, 2 * EXAMPLES, 4 * EXAMPLES]
     variables = {
         "TULA_KIND": "profile",
@@ -270,7 +270,7 @@ def test_the_noise_scale_by_hooks_is_that_of_separate_gradients(device: torch.de
 
 
 def clearly_above(limit: float, readings: Sequence[float]) -> bool:
-    """Return True if the second-smallest of nine readings is above the limit, which bounds the median with 96 %."""
+    """Return True if the second-smallest of nine readings, a 96 % bound on the median, is above the limit."""
     return sorted(readings)[1] > limit
 
 

@@ -85,7 +85,7 @@ def test_a_process_that_died_is_replaced_and_one_that_always_dies_is_busy(fits: 
         first = compute(os.getpid)
         os.kill(first, signal.SIGKILL)
         assert compute(os.getpid) not in (first, os.getpid())
-        with pytest.raises(Busy, match="ended twice"):
+        with pytest.raises(Busy, match="failed twice"):
             compute(os._exit, 1)
         assert report_findings(DATA) == compute(report_findings, DATA)
 

@@ -21,7 +21,7 @@ LAUNCHED = ("torch.distributed.run", "sklearn.datasets", "tula_client.cli.app")
 
 @functools.cache
 def fork_server() -> ForkServer:
-    """Return the only fork server for tests, which a test run shares, since importing torch takes seconds."""
+    """Return the fork server that a whole test run shares, since importing torch takes seconds."""
     made = ForkServer([*AGENT, *LAUNCHED], shared=True)
     atexit.register(made.close)
     return made

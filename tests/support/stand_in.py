@@ -1,7 +1,7 @@
 """Replaces a launcher (torchrun, srun, ...) in the documents' commands, and reports what the job's agent would report.
 
-`tula` starts it with the variables of a run. It uses only the standard library, so that a run takes a fraction of a
-second.
+`tula` starts this script with the variables of a run. The script uses only the standard library, so that a run takes a
+fraction of a second.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests that accelerator names of drivers, clouds and tables find the right row of the device table."""
+"""Tests that accelerator names from drivers, clouds and tables lead to the right row of the device table."""
 
 from __future__ import annotations
 

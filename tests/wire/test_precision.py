@@ -44,7 +44,7 @@ def test_the_error_shrinks_with_the_root_of_the_count() -> None:
 
 @pytest.mark.parametrize("every", [2, 4, 8])
 def test_slow_steps_that_recur_are_never_enough(every: int) -> None:
-    """By the median, the run would end after eight steps, as if there were no slow steps."""
+    """If the median counted, the run would end after eight steps, as if there were no slow steps."""
     times = [0.162 if step % every == 0 else 0.012 for step in range(200)]
     assert all(relative_error(times[:count]) > 0.1 for count in range(8, 201))
     assert relative_error([10 * time_s for time_s in times[:8]]) > 0.1

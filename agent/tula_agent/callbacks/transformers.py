@@ -85,7 +85,7 @@ class TulaTrainerCallback(TrainerCallback):
 
 
 def _watch_around(run: Run, model: Any) -> None:
-    """Find the DDP module around `model` in the first forward pass and watch it, since callbacks do not receive it."""
+    """Watch the DDP module that wraps `model`, which callbacks do not receive, from the first forward pass on."""
 
     def found(*_: Any) -> None:
         hook.remove()

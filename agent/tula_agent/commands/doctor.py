@@ -41,7 +41,7 @@ def _check(name: str, passed: bool, fact: str, remedy: str, otherwise: State = "
 
 
 def examine(environ: Mapping[str, str], client: httpx.Client, origin: str = "TULA_URL") -> list[Finding]:
-    """Return all findings, in the order in which their problems would stop a job; `origin` names the URL's source."""
+    """Return all findings, in the order in which their problems would stop a job; `origin` tells what set the URL."""
     findings = [Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")]
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("torch", _torch),
@@ -72,7 +72,7 @@ def _torch() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         built = torch.version.cuda
         fact = f"torch was built for CUDA {built} but finds no device" if built else "none: this torch is a CPU build"
-        remedy = "check nvidia-smi and that the driver is new enough for this build"
+        remedy = "run nvidia-smi, and check that the driver is new enough for this build of torch"
         yield _check("cuda", built is None, fact, remedy, "warning")
         return
     supported = torch.cuda.get_arch_list()
@@ -139,7 +139,7 @@ def _service(environ: Mapping[str, str], client: httpx.Client, origin: str) -> I
     if "date" in health.headers:
         # The header has whole seconds.
         ahead_s = parsedate_to_datetime(health.headers["date"]).timestamp() + 0.5 - time.time()
-        apart = f"the service is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} this machine"
+        apart = f"the service's clock is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} this machine's"
         agrees = abs(ahead_s) <= MAX_CLOCK_SKEW_S
         remedy = "start a time service such as chrony (not needed for measurements)"
         yield _check("clock", agrees, "agrees with the service's clock" if agrees else apart, remedy, "warning")
@@ -157,7 +157,7 @@ def _service(environ: Mapping[str, str], client: httpx.Client, origin: str) -> I
             "set TULA_TOKEN to a token from `tula token create`",
         )
     elif answer.status_code == 403:
-        yield Finding("token", "ok", "accepted, but only for its own job")
+        yield Finding("token", "ok", "accepted, but valid only for its own job")
     elif answer.status_code < 400:
         yield Finding("token", "ok", "accepted" if token else "not set, and not needed")
     else:

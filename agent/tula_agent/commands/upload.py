@@ -81,7 +81,7 @@ def upload(
     else:
         typer.echo(f"Sent {done.requests} requests from {done.files} files.")
         if done.refused:
-            remedy = "check TULA_URL and TULA_TOKEN and send them again, or delete them"
+            remedy = "check TULA_URL and TULA_TOKEN, then upload the requests again or delete their files"
             typer.echo(f"{done.refused} were refused ({done.why}) and remain in {directory}: {remedy}.", err=True)
         if done.left:
             typer.echo(f"The service at {url} does not respond ({done.why}): start it and try again.", err=True)

@@ -41,7 +41,7 @@ def time_all_reduces(device: torch.device, total_s: float) -> dict[str, Any]:
         dist.all_gather_object(nodes, node, group=every)
         ranks = Counter(nodes)
         if len(set(ranks.values())) > 1:
-            raise ValueError(f"the nodes have {sorted(ranks.values())} ranks: start the same number on each")
+            raise ValueError(f"the nodes have {sorted(ranks.values())} ranks: start the same number on each node")
         per_node = ranks[nodes[0]]
         apart = len(ranks) > 1 and per_node > 1
         budget_s = total_s / 2.0 if apart else total_s
@@ -83,7 +83,7 @@ def _backend(group: Any, device: torch.device) -> str:
 
 
 def _readings(group: Any, device: torch.device, budget_s: float) -> list[dict[str, float]]:
-    """Return the times of all-reduces of increasing sizes, measured within about `budget_s` seconds.
+    """Return how long all-reduces of increasing sizes take, measured within about `budget_s` seconds.
 
     The ranks decide together whether there is time for the next size.
     """
@@ -108,7 +108,7 @@ def _readings(group: Any, device: torch.device, budget_s: float) -> list[dict[st
 
 
 def _times(buffer: torch.Tensor, group: Any, repeats: int) -> list[float]:
-    """Return the time of each all-reduce on this rank in seconds."""
+    """Return how long each of `repeats` all-reduces takes on this rank, in seconds."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -120,7 +120,7 @@ def _times(buffer: torch.Tensor, group: Any, repeats: int) -> list[float]:
 
 
 def _mean(group: Any, device: torch.device, seconds: Sequence[float]) -> list[float]:
-    """Return the mean of each value over the ranks of the group, equal on all ranks.
+    """Return the mean of each value over the ranks of the group; the result is the same on all ranks.
 
     A rank that arrives early at an all-reduce waits for the others, and a late rank does not. So over successive
     repeats, the sum of the means is the elapsed time, but the sum of the maxima is larger.

@@ -6,7 +6,7 @@ import os
 
 
 def cores_of_rank(allowed: int, of_node: int | None, ranks_per_node: int) -> int:
-    """Return the number of a rank's `allowed` cores that no other rank uses; at least 1.
+    """Return how many of a rank's `allowed` cores no other rank uses; at least 1.
 
     A process that may use every core of its node shares the cores with the other ranks on that node. A process that is
     bound to fewer cores (numactl, `srun --cpu-bind`) does not share them. `of_node` is the node's number of cores, or

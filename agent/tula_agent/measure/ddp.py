@@ -38,7 +38,7 @@ MOST_STEPS = 20
 
 
 def sample_interval(models: list[Any], profiling: bool) -> int:
-    """Return the number of steps between two readings of the DDP modules `models`."""
+    """Return the number of steps between two readings of the communication times of `models`."""
     if any(getattr(model, "device_type", "cpu") == "cuda" for model in models):
         return CUDA_PROFILE_INTERVAL if profiling else CUDA_TRAIN_INTERVAL
     return 1 if profiling else TRAIN_INTERVAL
@@ -86,7 +86,7 @@ class CommSplit:
         return CommTiming(timing.step, timing.step_time_s, timing.input_time_s, *published[1:])
 
     def _read(self, step: int) -> tuple[int, float, float] | None:
-        """Return a step and its total and exposed communication time in seconds; None if no statistics are new."""
+        """Return a step's number and its total and exposed communication time in seconds; None if nothing is new."""
         models = [model() for model in self._models]
         data = [ddp_statistics(model) for model in models if model is not None]
         iterations = [int(statistics.get("iteration", 0)) for statistics in data]
@@ -139,9 +139,9 @@ class BucketTimer:
             self._start, self._seen = self._now(), []
 
     def end(self) -> dict[str, list[float]] | None:
-        """End a step.
+        """End a step; return the timeline once it is complete, and None until then.
 
-        Return the timeline once it is complete, and None before; the timeline is empty if it cannot be measured.
+        If the timeline cannot be measured, it is empty.
         """
         self._steps += 1
         if self._hooks:

@@ -17,8 +17,9 @@ class EnergyMeter:
     time.
 
     Work between steps, such as an evaluation, affects the mean power but not the time of a step. `read_j` returns the
-    energy in joules that a device has used so far, or None if it has no counter. No reading waits for the device, so
-    the result includes steps that were queued at the first reading, but not steps that are queued at the last one.
+    energy in joules that a device has used so far, or None if the device has no counter. No reading waits for the
+    device, so the result includes steps that were queued at the first reading, but not steps that are queued at the
+    last one.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class EnergyMeter:
         self._in_steps_s += step_time_s
 
     def joules_per_step(self, local_batch_size: int | None, device: torch.device | None) -> float | None:
-        """Return the mean energy per step since `begin` in joules.
+        """Return the mean energy per step in joules, measured since `begin`.
 
         Returns None if there is no counter, if less than a second has passed, or if the batch size has changed since
         `begin`.

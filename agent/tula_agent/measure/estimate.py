@@ -80,14 +80,14 @@ class MemoryEstimate:
         """Return the largest batch size at which ten steps are expected to fit; 0 if not even one example fits.
 
         The result comes from a simulation of PyTorch's caching allocator (which reserves more memory than is allocated)
-        within the device memory that the CUDA context leaves free. Only the allocated bytes are used if the environment
-        enables expandable segments, as `tula tune` and `tula run` do, or if the order of allocations depends on the
-        batch size.
+        within the device memory that the CUDA context leaves free. The allocator is not simulated, and only the
+        allocated bytes must fit, if the environment enables expandable segments (as `tula tune` and `tula run` do) or
+        if the order of allocations depends on the batch size.
         """
         return self._largest_within(room_bytes(capacity_bytes))
 
     def safe_local_batch_size(self, capacity_bytes: float) -> int:
-        """Return a batch size that leaves memory for kernels' work space (which is not estimated), or 0."""
+        """Return the largest batch size that leaves a reserve for the kernels' scratch space, or 0 if none does."""
         return self._largest_within(SURE * room_bytes(capacity_bytes))
 
     def reserved_ratio(self, capacity_bytes: float) -> float:
@@ -134,8 +134,8 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the memory and FLOPs of training `model` from `sample`, a small batch (tensor, tuple or mapping).
 
-    `sample` has the model's arguments. The forward and backward pass run on tensors without data (FakeTensor mode, or
-    meta tensors if torch lacks this mode), once with about a hundred examples and once with twice as many. The
+    `sample` contains the model's arguments. The forward and backward pass run on tensors without data (FakeTensor mode,
+    or meta tensors if torch lacks this mode), once with about a hundred examples and once with twice as many. The
     difference is the cost of the additional examples. The model is not changed. Raises ValueError if `sample` contains
     no tensor with a batch dimension.
     """

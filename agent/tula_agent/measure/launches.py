@@ -36,7 +36,7 @@ def launch_time_s(device: torch.device) -> float:
 def node_time_s(device: torch.device) -> float:
     """Return the launch time per node of the autograd graph in seconds, for the forward and backward pass together.
 
-    `OperationCounter` counts the same nodes. The measurement takes as long as that of `launch_time_s`.
+    `OperationCounter` counts the same nodes. The measurement takes as long as `launch_time_s`.
     """
     network = _TinyNetwork(device)
     with torch.enable_grad():
@@ -81,10 +81,11 @@ def count_nodes(output: Any) -> int:
 
 
 class OperationCounter:
-    """Counts the operations of one step from the outputs of its models, with a forward hook on each model until `end`.
+    """Counts the operations of one step from the outputs of its models.
 
-    If there are several models, only the model with the most operations counts, since its graph may contain the graphs
-    of the others. A compiled model is one node, since its operations are already fused.
+    Each model has a forward hook until `end` is called. If there are several models, only the model with the most
+    operations counts, since its graph may contain the graphs of the others. A compiled model is one node, since its
+    operations are already fused.
     """
 
     def __init__(self, models: Iterable[torch.nn.Module]) -> None:

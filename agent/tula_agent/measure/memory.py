@@ -1,5 +1,6 @@
-"""Measures this rank's memory by component (equation 3). Static parts are counted; peaks are read from the allocator or
-the kernel.
+"""Measures this rank's memory by component (equation 3).
+
+Static components are counted from tensors; peaks are read from PyTorch's allocator or from the operating system.
 
 Memory outside PyTorch's allocator is read through NVML (in the package nvidia-ml-py).
 """
@@ -80,7 +81,7 @@ def capacity_bytes(device: torch.device, ranks_per_node: int = 1) -> int | None:
 
 
 def find_device(models: Iterable[torch.nn.Module]) -> torch.device:
-    """Return the device of the first parameter; if there are no parameters, CUDA if initialised, or else the CPU."""
+    """Return the first parameter's device; without parameters, CUDA if it is initialised, or else the CPU."""
     for model in models:
         for parameter in model.parameters():
             return parameter.device
@@ -91,8 +92,8 @@ def find_device(models: Iterable[torch.nn.Module]) -> torch.device:
 def context_bytes(device: torch.device) -> int | None:
     """Return the bytes that the CUDA context and libraries use outside the allocator, or None without NVML.
 
-    In a container, NVML may report the host's process ids. If the device is used by only one process, this is assumed
-    to be the current one.
+    In a container, NVML may report the host's process ids. If only one process uses the device, the function assumes
+    that it is the current process.
     """
     try:
         nvml, handle = _open(device)
@@ -105,7 +106,7 @@ def context_bytes(device: torch.device) -> int | None:
 
 
 def device_use(device: torch.device | None) -> dict[str, float]:
-    """Return telemetry of a CUDA device as in `nvidia-smi`; empty for other devices or without NVML.
+    """Return the usage of a CUDA device as `nvidia-smi` reports it; empty for other devices or without NVML.
 
     `gpu_utilization` is the fraction of the last second (or of a shorter period) in which a kernel ran, from 0 to 1;
     `gpu_memory_bytes` is the memory in use by all processes.
@@ -162,7 +163,7 @@ def allocator_reading(statistics: Mapping[str, Any], retries_before: int = 0) ->
 
 
 class MemoryMonitor:
-    """Counts each memory component at a time when it can be distinguished, and predicts the largest local batch size.
+    """Counts each memory component when it can be told apart from the others; predicts the largest local batch size.
 
     No method runs at every step: `before_training` is called once the model has been built, `at_optimizer` while
     gradients exist, and `read` when a report is due. The counts are kept for a final report, since the script may have
@@ -263,9 +264,10 @@ class MemoryMonitor:
         return {name: value for name, value in (parts | self._counted).items() if value is not None}
 
     def observe(self, memory: Mapping[str, Any], local_batch_size: int, fixed_bytes: int = 0) -> None:
-        """Store the peak of steps with at most `local_batch_size` examples; ignore it if a component is unknown.
+        """Store the batch-dependent part of the peak in steps of up to `local_batch_size` examples.
 
-        memory: the result of `read`. fixed_bytes: the part of `activation_bytes` that is independent of the batch size.
+        If a component is unknown, nothing is stored. memory: the result of `read`. fixed_bytes: the part of
+        `activation_bytes` that is independent of the batch size.
         """
         if not {"activation_bytes", "gradient_bytes", "capacity_bytes"} <= memory.keys():
             return
@@ -281,8 +283,8 @@ class MemoryMonitor:
         self._growing[local_batch_size] = max(0, growing)
 
     def largest_local_batch_size(self) -> int | None:
-        """Return the largest batch size expected to fit, at least the largest used so far; None if it cannot be
-        predicted.
+        """Return the largest batch size expected to fit, which is at least the largest used so far; None if it cannot
+        be predicted.
         """
         answer = largest_local_batch_size(self._capacity, self._static, self._growing, self._reserved_ratio)
         if answer is not None and not self._logged:

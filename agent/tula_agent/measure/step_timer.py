@@ -22,8 +22,8 @@ class StepTimer:
     """Computes the timings of optimizer steps from a loop's two events, batch requested and batch ready.
 
     A step ends at the first boundary after the optimizer has stepped or, if no optimizer is watched, after
-    `grad_accum_steps` micro-steps. A step that the optimizer skips (because of an inf under AMP) ends after as many
-    micro-steps as the last two steps of equal length had, since a script may not accumulate as configured.
+    `grad_accum_steps` micro-steps. A step that the optimizer skips (because of an inf under AMP) ends after the number
+    of micro-steps on which two successive steps last agreed, since a script may not accumulate as configured.
     """
 
     # This code runs with cold caches at every step; `__slots__` halves its cost.
@@ -50,9 +50,10 @@ class StepTimer:
 
     @property
     def grad_accum_steps(self) -> int:
-        """Return the number of micro-steps per step, as configured until two successive steps show another number.
+        """Return the number of micro-steps per step.
 
-        If none is configured, the first step determines the number, which is 1 until this step ends.
+        The result is the configured number until two successive steps agree on another number. If no number is
+        configured, the result is 1 during the first step, which then determines the number.
         """
         return self._expected or 1
 
@@ -139,7 +140,7 @@ class StepTimer:
         self._sizes += self._sizes[-1:] * count
 
     def pause(self) -> None:
-        """Leave the loop; the time until its next batch, such as that of an evaluation, is not part of any step."""
+        """Leave the loop; the time until the loop's next batch, as in an evaluation, is not part of any step."""
         self._begin(None)
         self._left_at = None
 

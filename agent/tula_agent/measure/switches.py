@@ -70,7 +70,7 @@ class SwitchWatch:
 def contradictions(options: Mapping[str, str], seen: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each option that contradicts the observed step; `seen` contains the observed switches.
 
-    Other options and other values are skipped, since only the script knows their meaning.
+    Unknown options and unknown values are skipped, since only the script knows their meaning.
     """
     looks: dict[str, Callable[[str], str | None]] = {
         "precision": lambda word: _precision(word, seen.get("precision")),

@@ -46,7 +46,7 @@ def factor_from_squares(small: torch.Tensor, large: torch.Tensor, *, s_min: floa
 
 @dataclass(frozen=True)
 class GatedFactors:
-    """Factor of each parameter (0-d or in the parameter's shape; None means 1) and gate (0-d; 1: scale the step)."""
+    """Factors by parameter (0-d or in the parameter's shape; None means 1), and a 0-d gate (1: they apply, 0: not)."""
 
     by_parameter: Gradients
     gate: torch.Tensor
@@ -122,7 +122,8 @@ class AgsRule:
     def _refresh(self, reading: Reading, ags: Ags, numbers: Numbers) -> None:
         """Refresh the factors (UPDATEGRADSCALE of Algorithm 1).
 
-        The factors come from a probe if the policy has a model and a loss, or else from ranks and micro-steps.
+        The factors come from a probe if the policy has a model and a loss, or else from the gradients of single ranks
+        and micro-steps.
         """
         statistics = self._statistics
         statistics.count(reading.examples)

@@ -72,14 +72,14 @@ _NOISY = 1e4  # nu / |U|^2 above which D differs from U by less than 1e-4 of its
 
 
 def noise_level(noise: float, momentum: float, rows: int, damping: float = DAMPING) -> float:
-    """Return nu = c V / ((1 - mu^2) m); `noise` is V, `rows` is m. It is infinite if mu is 1."""
+    """Return nu = c V / ((1 - mu^2) m); `noise` is V, and `rows` is m. If mu is 1, nu is infinite."""
     kept = 1.0 - momentum**2
     return damping * noise / (kept * rows) if kept > 0.0 else math.inf
 
 
 @exact_products()
 def corrections(updates: Sequence[torch.Tensor], levels: torch.Tensor) -> list[torch.Tensor]:
-    """Return D - U for each matrix U (m, n), m <= n, in float32; `levels` (k,) has nu of each matrix, and |D| = |U|.
+    """Return D - U, where |D| = |U|, in float32 for each matrix U (m, n), m <= n; `levels` (k,) contains each nu.
 
     The correction is zero for a matrix that is zero or contains NaN or infinity, and for a matrix whose level is not
     finite or is far larger than |U|^2; such a matrix keeps the step that SGD took. All matrices must be on one device.
@@ -333,7 +333,7 @@ class Directions:
 
     @property
     def acts(self) -> bool:
-        """Return True if the steps of all matrices are turned, except in groups with `direction=False`."""
+        """Return True if all steps of matrices are turned, except for embeddings and groups with `direction=False`."""
         groups = self._inner.param_groups
         return self._turns and not self.left_out and any(group.get("direction", True) for group in groups)
 

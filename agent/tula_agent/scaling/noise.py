@@ -22,7 +22,7 @@ def gradient_variability(norm_sq: float, previous_norm_sq: float) -> float:
 
 
 def noise_moments(small_norm_sq: float, large_norm_sq: float, samples: float) -> tuple[float, float]:
-    """Return |G|^2 and tr(Sigma)/B without bias, from gradients of two sizes (McCandlish et al. 2018, appendix A.1).
+    """Return unbiased estimates of |G|^2 and tr(Sigma)/B (McCandlish et al. 2018, appendix A.1).
 
     `small_norm_sq`: mean of |g_i|^2 over `samples` parts of the batch; `large_norm_sq`: |mean of g_i|^2. Either result
     may be negative in a single step, so average over steps before computing a ratio.

@@ -50,14 +50,14 @@ class TulaOptimizer(torch.optim.Optimizer):
     raises, a GradScaler always unscales first (even for fused optimizers), and the scaling state is part of
     `state_dict`.
 
-    policy: a policy from `tula_agent.scaling`, or the name of a policy, which is used with its defaults. `Gain()`
-    multiplies the learning rate by the noise gain and turns the steps of matrices under SGD; under other optimizers, it
-    multiplies by the gain's square root. `Ags()` applies Algorithm 1, and `Static(scale)` applies equation 8, to the
-    gradient under plain SGD and to the update under any other optimizer. `Measure()` only measures the gradient noise
-    scale. `Off()`, named `none`, does nothing. global_batch_size: B, the number of examples per step over all ranks; if
-    omitted, B is counted from the observed batches. small_batch_size: b_small, the batch size for which the learning
-    rate was chosen; the default is the batch size of one rank or micro-step. process_group: the group of ranks that
-    share the model.
+    policy: a policy from `tula_agent.scaling`, or the name of a policy, which is used with its defaults. Under SGD,
+    `Gain()` multiplies the learning rate by the noise gain and turns the steps of matrices; under other optimizers, it
+    multiplies the learning rate by the gain's square root. `Ags()` applies Algorithm 1, and `Static(scale)` applies
+    equation 8, to the gradient under plain SGD and to the update under any other optimizer. `Measure()` only measures
+    the gradient noise scale. `Off()`, named `none`, does nothing. global_batch_size: B, the number of examples per step
+    over all ranks; if omitted, B is counted from the observed batches. small_batch_size: b_small, the batch size for
+    which the learning rate was chosen; the default is the batch size of one rank or micro-step. process_group: the
+    group of ranks that share the model.
 
     Neither the service nor a checkpoint ever changes these arguments. Every rank must construct the optimizer with the
     same arguments and take the same number of steps, since the ranks reduce measurements together. Raises TypeError if
@@ -248,8 +248,8 @@ class TulaOptimizer(torch.optim.Optimizer):
         factors.
 
         The entry `tula` is equal on all ranks. It is part of the group because torch.distributed.checkpoint, ZeRO and
-        FSDP's helpers save a group's values, and it has the same length under every policy because they load values in
-        place. The factors of `ags` are in the state of their parameters.
+        FSDP's helpers save a group's values, and it has the same length under every policy because these helpers load
+        values in place. The factors of `ags` are in the state of their parameters.
         """
         kind = -1.0 if self._rule is None else float(isinstance(self._rule, AgsRule))
         rule = [] if self._rule is None else self._rule.state()
@@ -355,12 +355,12 @@ def _refuse_unusable(optimizer: Any) -> None:
 
 
 def scaled_step(optimizer: torch.optim.Optimizer, factor: float) -> bool:
-    """Take a step with every group's learning rate times `factor`; restore the rates exactly, even if the step raises.
+    """Take a step with each group's learning rate times `factor`; restore the rates exactly, even if the step raises.
 
-    For SGD, Adam and their variants, the update is linear in the learning rate, so this scales the update, including
-    decoupled weight decay, without an operation on the update's tensors. If the step changes a rate, the relative
-    change is kept and the function returns True. Rates that are tensors are not checked, since a check would wait for
-    the device.
+    For SGD, Adam and their variants, the update is linear in the learning rate. So the factor scales the update,
+    including decoupled weight decay, without an operation on the update's tensors. If the step changes a rate, the
+    relative change is kept and the function returns True. Rates that are tensors are not checked, since a check would
+    wait for the device.
     """
     if factor == 1.0:
         optimizer.step()

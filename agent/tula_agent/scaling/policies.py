@@ -34,15 +34,15 @@ class Gain:
     The steps of embeddings and of parameter groups with `direction=False` are not turned.
 
     s_max: the maximum factor; the default is B / b_small, which is also the upper limit.
-    spike_limit: while the gain is above 1, gradients longer than this multiple of the usual length are clipped to this
-    multiple; None turns clipping off.
+    spike_limit: while the gain is above 1, gradients whose norm exceeds this multiple of the usual norm are clipped to
+    this multiple; None turns clipping off.
 
     The class attributes are the rule's constants, which only experiments change by subclassing. `noise_weight`: c in
-    the gain. `growth`: the maximum ratio between the factors of two consecutive steps; None means no limit.
-    `adaptive_power`: the exponent of the gain under an optimizer that divides by the gradient's size. `damping`: c in
-    the direction; 0 gives all directions the same length, and None keeps the direction of the gradient.
-    `measure_every`: the number of steps between measurements; None measures each of the first 512 steps, and then every
-    eighth step. Raises ValueError if a number is out of range.
+    the formula of the gain (rule.py). `growth`: the maximum ratio between the factors of two consecutive steps; None
+    means no limit. `adaptive_power`: the exponent of the gain under an optimizer that divides by the gradient's size.
+    `damping`: c in the formula of the direction (direction.py); 0 gives all directions the same length, and None keeps
+    the direction of the gradient. `measure_every`: the number of steps between measurements; None measures each of the
+    first 512 steps, and then every eighth step. Raises ValueError if a number is out of range.
     """
 
     s_max: float | None = None
@@ -79,7 +79,7 @@ class Ags:
     the first step after a call of `TulaOptimizer.next_epoch`, which `run.steps` calls.
     model, loss: if both are given, a second backward pass on part of the batch computes the gradient at b_small
     (`loss(module, batch)` is the mean loss), and each batch must be passed to `TulaOptimizer.observe_batch`. Otherwise,
-    ranks and micro-steps are used as small batches. Raises ValueError if a number is out of range.
+    the batches of single ranks and micro-steps are the small batches. Raises ValueError if a number is out of range.
     """
 
     delta: float | None = None

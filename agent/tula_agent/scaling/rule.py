@@ -1,10 +1,10 @@
 """Implements the `gain` policy, which multiplies the learning rate by a noise gain measured in earlier steps.
 
-    r = (|G|^2 + c S/b) / (|G|^2 + c S/B),   c = 4,   in [1, B/b],   at most 1.1 times the previous step's r
+    r = (|G|^2 + c S/b) / (|G|^2 + c S/B),   c = 4,   in [1, B/b]
 
-Under Adam, the learning rate is multiplied by the square root of r. With c = 1, r is AdaScale's gain (Johnson et al.
-2020, equation 6). `Measure` performs the same measurement with a factor of 1. `SpikeClip` clips gradients that are
-suddenly much longer than earlier gradients.
+The learning rate is multiplied by r or, under Adam, by the square root of r; this factor is at most 1.1 times the
+previous step's factor. With c = 1, r is AdaScale's gain (Johnson et al. 2020, equation 6). `Measure` performs the same
+measurement with a factor of 1. `SpikeClip` clips gradients whose norm is suddenly much larger than earlier norms.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ PLAIN = (torch.optim.SGD, torch.optim.ASGD)
 """Optimizers whose update is proportional to the gradient; other optimizers, such as Adam, divide by its size."""
 
 CLIPPED_OFTEN = (
-    "in more than one step in ten, gradients are far longer than usual and are clipped, for example because tasks "
-    "alternate: to turn clipping off, use policy=tula_agent.scaling.Gain(spike_limit=None)"
+    "in more than one step in ten, the gradient norm is far above its usual value (for example, because tasks "
+    "alternate), so gradients are clipped: to turn clipping off, use policy=tula_agent.scaling.Gain(spike_limit=None)"
 )
 LEFT_OUT = (
     "the steps of the largest matrices keep the direction of the gradient, because turning all steps would take more "
@@ -130,7 +130,10 @@ class GainRule:
             self._statistics.warn(LEFT_OUT)
 
     def _factor(self, numbers: Numbers) -> float:
-        """Return min(r^power, s_max), where s_max is at most B / b_small; 1 before the first measurement."""
+        """Return r^power, but at most s_max and `growth` times the last factor; 1 before the first measurement.
+
+        s_max is at most B / b_small.
+        """
         policy, state = self._policy, self._state
         if not self._scales or not state.noise.count:
             return 1.0

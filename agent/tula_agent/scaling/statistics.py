@@ -28,16 +28,16 @@ _MATRICES_FROM = _HEAD + 2 * CALIBRATORS + SERVED_SLOTS
 _SIZE_DECAY = 0.9  # decay of the average of sizes that the script gives
 
 NO_SMALL_BATCH = (
-    "steps are not scaled, because one rank without accumulation has no small-batch gradient: accumulate two or more "
-    "micro-steps, or pass model= and loss= to Ags and call observe_batch"
+    "steps are not scaled, because a single rank without accumulation has no small-batch gradient: accumulate two or "
+    "more micro-steps, or pass model= and loss= to Ags and call observe_batch"
 )
 NO_PARTS = (
     "steps are not scaled, because gradients are set without a backward pass over the parameters (by torch.func, Apex "
     "or assignment to .grad), so there is no small-batch gradient"
 )
 DISTURBED = (
-    "some steps are not measured and do not change the factors: after the backward pass, gradients were changed by "
-    "more than one common factor (clipping by value or by group, PowerSGD), or some parameters had more backward "
+    "some steps are not measured and do not change the factors: after the backward pass, gradients were not all "
+    "multiplied by the same factor (clipping by value or by group, PowerSGD), or some parameters had more backward "
     "passes than others (one for each loss, or reentrant checkpoints with a shared module)"
 )
 
@@ -257,8 +257,8 @@ class GradientStatistics:
         """Return this rank's contribution to the step's measurement; the sum over ranks is a `Reading`.
 
         The contribution is zero if this rank has no measurement, so that every rank takes part in the reduction. If
-        none of a parameter's reduced gradient is on this rank, the rank contributes zero for this parameter. Each rank
-        adds the squares of its portion of the reduced gradients.
+        this rank does not hold a parameter's reduced gradient, the rank contributes zero for this parameter. Each rank
+        contributes the squares of its portion of the reduced gradients.
         """
         gradients, size, tap, device = self.gradients(), self.ranks.size, self.tap, self.device
         dense = [g is not None and not g.is_sparse for g in gradients]

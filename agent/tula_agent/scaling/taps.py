@@ -3,7 +3,7 @@
     squares_l = sum_i |g_i,l|^2        over the parts i (micro-steps) of this rank, for each parameter l
 
 A tensor hook on a leaf runs before the leaf's gradient is accumulated, and so before DDP averages it and AMP unscales
-it. So every micro-step of every rank provides a small-batch gradient without a second backward pass, and DDP's only
+it. So every micro-step of every rank provides a small-batch gradient without a second backward pass, and DDP's single
 communication hook is not used. A reading counts only once the gradient has been accumulated, since
 `torch.autograd.grad` over parameters, as in a gradient penalty, is not a micro-step.
 """
@@ -38,7 +38,7 @@ pass; a step of ResNet-50 on an H100 took 1.5 times as long.
 _MOST_DROPPED = 32
 STEPPED_PAST = (
     f"gradient scaling: gradients were dropped {_MOST_DROPPED} times without a step of TulaOptimizer, so nothing is "
-    "scaled: call its step(); if an optimizer has other methods for steps, as SAM does, put a TulaOptimizer inside it"
+    "scaled: call its step(), and let an optimizer with other methods for steps, such as SAM, wrap the TulaOptimizer"
 )
 
 
@@ -140,8 +140,9 @@ class GradientTap:
         return len({count for count in self._counts if count}) > 1
 
     def projections(self) -> Gradients:
-        """Return CALIBRATORS sums of projections in backward passes, and as many of current gradients (None: no
-        gradient).
+        """Return CALIBRATORS projections summed over backward passes, then the projections of the current gradients.
+
+        A projection without a gradient is None.
         """
         before: Gradients = []
         after: Gradients = []
@@ -245,8 +246,9 @@ def _remove(handles: list[RemovableHandle]) -> None:
 
 
 class _Calibrator:
-    """Projects the first rows of a tensor onto fixed random signs, since a plain sum may be zero (a bias before
-    softmax).
+    """Projects the first rows of a gradient onto fixed random signs.
+
+    A plain sum may be zero, for example for a bias before softmax.
     """
 
     def __init__(self, parameter: torch.Tensor, seed: int) -> None:

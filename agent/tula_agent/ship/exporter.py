@@ -111,7 +111,7 @@ class Exporter:
 
     def close(self, deadline_s: float, final: Callable[[], list[SpooledRequest]]) -> None:
         """Deliver the queue and the requests of `final`, and write undelivered requests to disk, all within
-        `deadline_s`.
+        `deadline_s` seconds.
         """
         ends = time.monotonic() + deadline_s
         self.start()
@@ -169,7 +169,7 @@ class Exporter:
                 transport.close()
 
     def deliver(self, last: bool = False) -> None:
-        """Deliver the requests on disk and then those in the queue, once; if `last` is True, ignore pauses."""
+        """Deliver the requests on disk and then those in the queue; if `last` is True, do so even during a pause."""
         if self._failures >= TRIES_BEFORE_OPEN:
             self._spool_all()
         if not last and self._clock() < self._not_before:

@@ -188,7 +188,7 @@ class Joining:
             service.close()
 
     def _continued(self, service: Transport, job_id: str) -> dict[str, Any]:
-        """Return the field with the id of the run before a restart by torchrun; empty if there is no such run.
+        """Return a field with the id of the run that preceded torchrun's restart; empty if there is no such run.
 
         A run that another run already continues is ignored, since this machine did not take part in the previous start.
         """

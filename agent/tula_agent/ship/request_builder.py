@@ -54,7 +54,7 @@ class StepSplit(NamedTuple):
 
 @dataclass
 class SampleRow:
-    """Row with one step's measurements, which is to be sent.
+    """Row to be sent, with the measurements of one step.
 
     `split` is None if communication was not measured. `held_since` is the time at which the row was created, from
     `time.monotonic`.
@@ -259,7 +259,10 @@ class RequestBuilder:
         return ready
 
     def _timed_by_device(self, row: SampleRow, last: bool) -> bool:
-        """Return False if the device has not finished the step, unless the run has ended and the wall time is used."""
+        """Put the device's times into `row`; return False if the device has not finished the step yet.
+
+        At the end of the run (`last`), an unfinished step keeps its wall times instead.
+        """
         pending = self._device.get(row.timing.step)
         if pending is None:
             return True
@@ -358,8 +361,8 @@ class MetricNames:
         self._is_full = False
 
     def wire_name(self, name: str) -> str | None:
-        """Return the name to send (lower-case letters, digits, `_`; up to 64 characters), or None after MAX_NAMES
-        names.
+        """Return the name to send (lower-case letters, digits, `_`; up to 64 characters), or None if MAX_NAMES
+        other names exist.
         """
         if name not in self._names:
             if len(self._names) >= MAX_NAMES:
@@ -386,7 +389,7 @@ class MetricNames:
 
 
 def sample_bodies(rows: list[SampleRow], identity: Identity, sequence: int) -> list[dict[str, Any]]:
-    """Return the bodies of `POST .../samples` requests, one for each batch size, accumulation, phase and method.
+    """Return the bodies of `POST .../samples` requests, grouped by batch size, accumulation, phase and method.
 
     Rows are numbered in order, beginning with `sequence`, before they are grouped.
     """

@@ -68,9 +68,9 @@ class Spool:
     """File of one process, created with the first record and deleted once all its records have been sent.
 
     A record is written with one `write` call, so `kill -9` leaves at most one incomplete record at the end, which
-    `read_records` skips. `tula upload` may take the file at any time by renaming it. A record that was written to the
-    file after it was renamed may not be read, so it is written again to a new file. Methods raise OSError if the disk
-    fails; `append` returns False once the size limit is reached.
+    `read_records` skips. `tula upload` may take the file at any time by renaming it. A record that was written after
+    the renaming might never be uploaded, so it is written again to a new file. Methods raise OSError if the disk fails;
+    `append` returns False once the size limit is reached.
     """
 
     def __init__(self, path: Path, limit_bytes: int) -> None:

@@ -25,8 +25,8 @@ from tula_wire.text import printable
 def _without_its_command(name: str) -> Iterator[None]:
     """Inside the context, hide the optional command-line client of the package `name` from imports.
 
-    The command-line client of httpx imports rich, which uses the global `random` generator on import. A measured script
-    would therefore draw different random numbers than an unmeasured one.
+    The command-line client of httpx imports rich, which uses the global `random` generator on import. If it were
+    imported, a measured script would draw different random numbers from an unmeasured one.
     """
     part = f"{name}._main"
     sys.modules.setdefault(part, None)  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ class Transport:
         self._client.close()
 
     def _is_of_the_script(self, record: logging.LogRecord) -> bool:  # noqa: ARG002
-        """Return True if a log record is for one of the script's own requests, which run on other threads.
+        """Return True if a log record belongs to one of the script's own requests, which run on other threads.
 
         URLs cannot distinguish these requests, since httpx may log a URL in a different spelling, and the script's URL
         may begin with the service's URL.
@@ -157,9 +157,7 @@ class Transport:
         return Reply(verdict, status, parsed, None if asked_s is None else min(asked_s, MAX_RETRY_AFTER_S), detail)
 
     def _limit(self, event: str, info: dict[str, Any]) -> None:
-        """Apply the deadline to reads and writes of a new connection's stream, which httpcore's trace extension
-        provides.
-        """
+        """Apply the deadline to the reads and writes of a new connection, as a callback of httpcore's tracing."""
         if not event.endswith(("connect_tcp.complete", "start_tls.complete")):
             return
         stream = info["return_value"]

@@ -1,4 +1,4 @@
-"""Makes each Python run `tula.pth` at its start, as if Tula were installed, since the machine has only a checkout."""
+"""Makes every Python process run `tula.pth` when it starts, as if Tula were installed, not only checked out."""
 
 import site
 from pathlib import Path

@@ -181,7 +181,7 @@ def _add_plugin(app: typer.Typer, name: str, point: EntryPoint, *, load: bool) -
 
 
 def _unloaded() -> None:
-    """Do nothing, as a placeholder for a sub-command of another package, which is imported only when it is called."""
+    """Stand in for a sub-command of another package, which is imported only when the sub-command is called."""
 
 
 def _broken(name: str, point: EntryPoint, error: Exception) -> Callable[..., int | None]:

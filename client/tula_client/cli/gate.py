@@ -62,7 +62,9 @@ def gate(
     pairs: Annotated[int, typer.Option(min=FEWEST_PAIRS, help="Number of launches of each revision.")] = 5,
     threshold: Annotated[
         float,
-        typer.Option(min=0, metavar="PERCENT", help="Exit with code 3 only if steps are slower by more than this."),
+        typer.Option(
+            min=0, metavar="PERCENT", help="Exit with code 3 only if steps become slower by more than this percentage."
+        ),
     ] = 2.0,
     markdown: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write the result as Markdown for a pull request comment.")
@@ -73,7 +75,7 @@ def gate(
     time_limit: TimeLimit = 1800.0,
     as_json: Json = False,
 ) -> int:
-    """Compare the training speed of this revision with that of another by launching both alternately."""
+    """Compare the training speeds of this revision and another by launching both alternately."""
     job_spec = load_spec(spec)
     if launcher == "ray":
         raise UsageError("--launcher ray cannot compare two revisions, because Ray runs only one folder on its cluster")
@@ -105,7 +107,7 @@ def gate(
         base, change = sides
         first_guess = client.recommendation(base.job.id).candidates
         chosen = _configuration(configuration, job_spec, earlier, first_guess)
-        reporter.note(f"Launching {in_words(chosen)} {pairs} times on {base.name} and on {change.name}, alternately.")
+        reporter.note(f"Launching {in_words(chosen)} alternately on {base.name} and {change.name}, {pairs} times each.")
         result = slower(*alternate(base, change, chosen, template, pairs))
         peaks = [side.peak_bytes(chosen) for side in sides]
     sentence = _sentence(result, peaks, None if earlier is None else earlier.chosen)
@@ -163,9 +165,9 @@ def _configuration(
 
 
 def _amounts(share: Estimate, whole: float = 1.0) -> tuple[float, float, float]:
-    """Return the absolute value of a share and the ends of its interval, each multiplied by `whole`.
+    """Return the absolute values of a share and of the ends of its interval, each multiplied by `whole`.
 
-    The interval must exclude zero.
+    The interval must exclude zero. The lower end comes before the upper end.
     """
     low, high = sorted((abs(whole * share.low), abs(whole * share.high)))
     return abs(whole * share.value), low, high
@@ -176,7 +178,7 @@ def _sentence(result: Estimate, peaks: list[float | None], chosen: Candidate | N
     if result.low <= 0.0 <= result.high:
         ends = f"{percent(result.low, signed=True)} and {percent(result.high, signed=True)}"
         said = (
-            f"This change makes no difference that these launches can detect: the step time changes by between {ends}"
+            f"This change makes no difference that these launches can detect: the change in step time is between {ends}"
         )
     else:
         word, worth = ("slower", "costs") if result.value > 0.0 else ("faster", "saves")

@@ -129,7 +129,7 @@ def _document(tune: str, script: str, numbers: dict[str, int], devices: list[tup
     single = []
     if ranks > 1:
         single = [
-            ("# To tune how many of these to use, describe each as a node, at its share of the machine's price:", ""),
+            ("# To tune the number of ranks, describe each rank as a node, at its share of the machine's price:", ""),
             (f"# max_nodes = {ranks}", ""),
             ("# ranks_per_node = 1", ""),
         ]

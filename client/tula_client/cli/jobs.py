@@ -203,7 +203,7 @@ def delete(
 
 
 def watch(job: JobName, as_json: Json = False) -> None:
-    """Print every event of a job, past and future, on one line each, until Ctrl-C; --json prints complete events."""
+    """Print one line for each past and future event of a job, until Ctrl-C; --json prints complete events."""
     with Client() as client:
         for event in client.events(client.handle(job).id, last_id=0):
             print(escaped(event.model_dump_json()) if as_json else printable(event_line(event)), flush=True)
@@ -333,7 +333,7 @@ def recommend(
     schedule: Annotated[
         bool,
         typer.Option(
-            "--schedule", help="Print instead a schedule in which the batch grows, and what the schedule saves."
+            "--schedule", help="Instead, print a schedule in which the batch grows, and its expected savings."
         ),
     ] = False,
     target: Annotated[
@@ -425,8 +425,8 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
     if answer.max_sensible_batch_size is not None:
         lines.append(
             Text(
-                f"Largest sensible batch, by gradient noise: {answer.max_sensible_batch_size}; a larger batch "
-                "hardly improves a step."
+                f"Largest sensible batch, by gradient noise: {answer.max_sensible_batch_size}; a step with a larger "
+                "batch makes hardly more progress."
             )
         )
     evidence = ""
@@ -457,9 +457,10 @@ def schedule_view(answer: BatchSchedule) -> RenderableType:
     columns = [">from", ">step", f"={BRIEF}", ">rate", *([">beta2"] if with_beta2 else []), ">time", ">cost"]
     relaunch = (
         "Each stage is a separate launch that resumes from the previous stage's checkpoint, which is assumed to take "
-        f"{duration(answer.relaunch_s)}. --for transformers and --for lightning print a callback that stops at the end "
-        f"of a stage and sets rate and beta2. Rates are relative to the rate for a batch of {answer.base_batch_size}. "
-        "`TulaOptimizer` raises the rate gradually; without it, warm up to each rate."
+        f"{duration(answer.relaunch_s)}. --for transformers and --for lightning print a callback that sets the "
+        "learning rate and beta2, and stops training at the end of a stage. Rates are relative to the learning rate "
+        f"for a batch of {answer.base_batch_size}. `TulaOptimizer` raises the rate gradually; without it, warm up to "
+        "each rate."
     )
     megatron = f"Megatron-LM: {write_schedule(answer, 'megatron')}"
     return Group(
@@ -472,9 +473,9 @@ def schedule_view(answer: BatchSchedule) -> RenderableType:
 
 
 def today_line(answer: Recommendation) -> list[Text]:
-    """Return a line that compares the recommended configuration with the best one that keeps the script's options.
+    """Return a list of one line, which compares the recommended configuration with the script's current options.
 
-    Returns an empty list if either is unknown.
+    The list is empty if there is no recommended configuration or no candidate with the current options.
 
     For example: `4 nodes, global batch 2048, bf16, compiled: 3 h 6 min, $152.00; as you run it today: 7 h 54 min,
     $388.00.` The part after the semicolon is omitted if the script already has the recommended options.

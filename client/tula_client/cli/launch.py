@@ -70,8 +70,8 @@ TimeLimit = Annotated[
     float | None,
     typer.Option(
         min=1,
-        help="Time limit in seconds, applied to the time until the first measurement and again to the rest of the run; "
-        "at the limit, each rank prints its stack and the run is stopped.",
+        help="Time limit in seconds, which applies separately to the start-up (until the first measurement) and to the "
+        "rest of the run; at the limit, each rank prints its stack and the run is stopped.",
     ),
 ]
 
@@ -89,7 +89,7 @@ def tune(
         list[str],
         typer.Option(
             metavar="failed|all|NODESxBATCH|RUN",
-            help="Configurations to measure again first: failed, all, nodes x local batch as in 2x64 or "
+            help="What to measure again before the plan: failed, all, nodes x local batch as in 2x64 or "
             "2x64,precision=bf16, or a run's id.",
         ),
     ] = [],  # noqa: B006 - typer copies
@@ -100,13 +100,15 @@ def tune(
     explain: Annotated[
         bool, typer.Option("--explain", help="Launch every option value once, even values that cannot be the best.")
     ] = False,
-    then_run: Annotated[bool, typer.Option("--then-run", help="Afterwards, train with the recommendation.")] = False,
+    then_run: Annotated[
+        bool, typer.Option("--then-run", help="Afterwards, train with the recommended configuration.")
+    ] = False,
     stop_command: StopCommand = None,
     work_dir: Folder = Path(".tula"),
     time_limit: TimeLimit = 1800.0,
     as_json: Json = False,
 ) -> int:
-    """Run the service's profiling plan and print its recommendation; repeat the command to continue after a stop."""
+    """Run the service's profiling plan and print its recommendation; if interrupted, repeat the command to continue."""
     job_spec = load_spec(spec)
     if only is not None:
         job_spec = _narrowed(job_spec, only.split(","))
@@ -165,9 +167,9 @@ def _with_explanations(runner: Runner, tuned: Tuned, template: Template, limits:
 
 
 def may_ask(tuned: Tuned, *, then_run: bool) -> bool:
-    """Return True if the user can be asked for the cost of waiting and the answer could change the recommendation.
+    """Return True if the user can be asked what waiting costs and the answer could change the recommendation.
 
-    Returns False with `then_run`, since training would then wait for an answer although the user may be absent.
+    If `then_run` is True, the result is False, since the user may be absent and training would wait for an answer.
     """
     priced = [point for point in tuned.recommendation.menu if point.cost_usd is not None]
     open_ = tuned.job.spec.usd_per_hour_of_waiting is None and tuned.recommendation.objective == "balanced"
@@ -177,7 +179,7 @@ def may_ask(tuned: Tuned, *, then_run: bool) -> bool:
 def _with_waiting(client: Client, tuned: Tuned) -> Tuned:
     """Show the configurations to choose from, ask the user for the cost of waiting, and return `tuned` with that cost.
 
-    If the user presses Enter, the result is unchanged.
+    If the user types no cost, return `tuned` unchanged.
     """
     lasting_console().print(menu_table(tuned.recommendation))
     text = "What does an hour of waiting cost you, in US dollars? (Press Enter to skip)"
@@ -214,7 +216,7 @@ def run(
     command: Command,
     launcher: LauncherName = None,
     method: Annotated[
-        str | None, typer.Option(help="Label of the method that preserves quality, for comparing runs.")
+        str | None, typer.Option(help="Label of the quality method that the script uses, for comparing runs.")
     ] = None,
     max_restarts: Annotated[int, typer.Option(min=0, help="Maximum number of restarts.")] = 10,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start a new training run instead of continuing.")] = False,
@@ -225,7 +227,7 @@ def run(
         str | None,
         typer.Option(
             metavar="NODESxBATCH|RUN",
-            help="Train with nodes x local batch as in 2x64 or 2x64,precision=bf16, or with a run's configuration.",
+            help="Configuration to train with: nodes x local batch as in 2x64 or 2x64,precision=bf16, or a run's id.",
         ),
     ] = None,
     stop_command: StopCommand = None,
@@ -234,7 +236,7 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", help="Do not print the output of the training command.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train with the recommended configuration, and continue from the last checkpoint after a failure or a stop."""
+    """Train with the recommended configuration; after a failure or an interruption, resume from the last checkpoint."""
     if fresh and reconfigure:
         raise typer.BadParameter("--fresh and --reconfigure are mutually exclusive: use only one")
     with Client(timeout_s=TIMEOUT_S, retry=RETRY) as client, open_reporter(as_json, quiet) as reporter:
@@ -323,7 +325,7 @@ def open_runner(client: Client, job: Job, work_dir: Path, reporter: Reporter, **
 
 @contextmanager
 def orderly_end() -> Iterator[None]:
-    """Handle SIGTERM like Ctrl-C, which stops the running commands and returns their leases.
+    """Handle SIGTERM like Ctrl-C, which stops the running commands and releases their leases.
 
     Ignore SIGHUP, which a closing terminal sends, and SIGUSR1 and SIGUSR2, with which SLURM announces the end of an
     allocation.

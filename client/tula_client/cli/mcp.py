@@ -126,7 +126,7 @@ class Launch:
             self._file.write_text(f"{self.process.pid} {_start_time(self.process.pid)}")
 
     def stop(self) -> None:
-        """Stop the launch as Ctrl-C would, so that its commands are stopped and its leases returned."""
+        """Stop the launch as Ctrl-C would, which stops its commands and releases its leases."""
         pid = self._running()
         if pid is not None:
             with suppress(ProcessLookupError):
@@ -190,7 +190,7 @@ _TULA: Final = (sys.executable, "-m", "tula_client.cli")
 
 
 class Tools:
-    """The tools of the server. Each public method is a tool, whose docstring describes it to agents.
+    """The tools of the server. Each public method is a tool, and its docstring is the description that agents see.
 
     Every method may raise `TulaError`.
     """
@@ -234,7 +234,9 @@ class Tools:
             list[int] | None, Field(description="Global batch sizes to predict; omit for all.")
         ] = None,
         usd_per_node_hour: Annotated[float | None, Field(description="Price to use instead of the job's.")] = None,
-        deadline_s: Annotated[float | None, Field(description="Limit on the duration, instead of the job's.")] = None,
+        deadline_s: Annotated[
+            float | None, Field(description="Maximum training time in seconds, instead of the job's.")
+        ] = None,
     ) -> Facts:
         """Predict all combinations of the given values (what-if analysis).
 
@@ -270,7 +272,7 @@ class Tools:
         return {"runs": [_plain(run, "instruction", "lease", "lease_expires_at") for run in page.runs]}
 
     def verdict(self, run: Annotated[str, Field(description="The run's id, which the runs tool lists.")]) -> Facts:
-        """Report what limits the speed of a run, with the evidence and a next step with its expected saving."""
+        """Report what limits the speed of a run, the evidence, and a next step with its expected saving."""
         return _plain(self._client.verdict(run))
 
     def fabrics(self) -> Facts:

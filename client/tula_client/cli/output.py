@@ -87,7 +87,7 @@ class _LossyStream:
 
 
 def lasting_console() -> Console:
-    """Return a console for a command that supervises others and must survive the loss of its terminal or file."""
+    """Return a console for a command that supervises processes and must survive the loss of its terminal or file."""
     return console(cast("TextIO", _LossyStream(sys.stdout)))
 
 
@@ -102,7 +102,7 @@ def emit(value: Any, human: RenderableType, as_json: bool) -> None:
 
 
 def escaped(document: str) -> str:
-    """Return a JSON document with all terminal control characters escaped, which can occur only in its strings."""
+    """Return a JSON document with all terminal control characters escaped; they can occur only in strings."""
     return _UNPRINTABLE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", document)
 
 
@@ -136,9 +136,9 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 class Narrowing:
     """A table that omits whole columns, instead of truncating numbers, if the terminal is too narrow.
 
-    spare: headings of the columns that may be omitted, the least important first. Numbers and columns marked `=` need
-    their full width. A column of text needs the width of its longest word, and at least WORDS_WIDTH if its text is
-    longer than that.
+    spare: headings of the columns that may be omitted, the least important first. The first column, numbers and
+    columns marked `=` need their full width. Any other column needs the width of its longest word, and at least
+    WORDS_WIDTH unless all its cells are shorter.
     """
 
     def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str]) -> None:
@@ -169,7 +169,7 @@ class Narrowing:
 
 
 def saving(value: float) -> str:
-    """Describe how a time compares with another, given the saved share (negative if the time is longer)."""
+    """Return text that compares a time with another, given the share that is saved (negative if the time is longer)."""
     if abs(value) < 0.005:
         return "the same time as"
     if value > 0:

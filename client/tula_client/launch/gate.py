@@ -106,9 +106,9 @@ def resolve_commit(revision: str) -> str:
 
 @contextmanager
 def checkout(commit: str, parent: Path) -> Iterator[Path]:
-    """Check out a commit into a new folder in `parent`; yield the folder in it that corresponds to the current folder.
+    """Check out a commit into a new folder in `parent`; yield the checkout's counterpart of the current folder.
 
-    The checkout is a worktree of this repository, and is removed at the end. Raises `UsageError` if git fails or if the
+    The checkout is a worktree of this repository, and is removed on exit. Raises `UsageError` if git fails or if the
     commit lacks the current folder.
     """
     inside = git("rev-parse", "--show-prefix")
@@ -119,7 +119,7 @@ def checkout(commit: str, parent: Path) -> Iterator[Path]:
             git("worktree", "add", "--quiet", "--detach", os.fspath(tree), commit)
             folder = tree / inside
             if not folder.is_dir():
-                raise UsageError(f"--against: {inside} does not exist at {commit[:7]}: start in a folder that does")
+                raise UsageError(f"--against: {inside} does not exist at {commit[:7]}: run this in a folder that does")
             yield folder
         finally:
             with suppress(UsageError):  # git later prunes a worktree whose folder is gone
@@ -127,9 +127,9 @@ def checkout(commit: str, parent: Path) -> Iterator[Path]:
 
 
 def refuse_tracked_paths(words: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Raise `UsageError` if the command has the absolute path of a tracked file, since both revisions would use it.
+    """Raise `UsageError` if the command contains the absolute path of a tracked file, which both revisions would use.
 
-    words: the arguments of the command. environment: its variables, of which only PYTHONPATH is checked.
+    words: the arguments of the command. environment: its environment variables; only PYTHONPATH is checked.
     """
     named = [(part, "the command") for word in words for part in word.split("=")]
     named += [(part, "PYTHONPATH") for part in environment.get("PYTHONPATH", "").split(os.pathsep)]

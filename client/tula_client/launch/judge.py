@@ -80,14 +80,14 @@ class Outcome:
 def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float | None = None) -> Outcome:
     """Return the outcome of `run`, given its exit `status` and the last `lines` of its log.
 
-    `run` must have its current state on the service. A run that was cancelled by a user or at its limits stays
+    `run` must be up to date with the service. A run that was cancelled by a user or at its limits stays
     cancelled, however its command ended. A profiling run stays a success if its agent reported that it measured enough.
     A failure that the agent reported is kept, because the agent saw the cause inside the process.
 
     Otherwise, status 0 with samples is a success, but a profiling run must also have used the planned configuration. A
     run is out of memory if its status is 137 (SIGKILL, which the kernel sends when memory runs out) or if an
-    out-of-memory exception ended a rank. Everything else is a failure. A training run without samples, or with another
-    configuration, succeeds with a message.
+    out-of-memory exception ended a rank. Everything else is a failure. A training run that sent no samples, or
+    that used another configuration, still succeeds, but its outcome has a message.
     """
     if (reported := _reported(run)) is not None:
         return reported

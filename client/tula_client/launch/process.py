@@ -69,7 +69,7 @@ class LogLines:
     def new(self, *, last: bool = False) -> list[str]:
         """Return the lines that were completed since the last call, at most 256 KiB at a time.
 
-        With `last`, read to the end of the file, and include a last line without a line break.
+        If `last` is True, read to the end of the file, and include an unfinished last line.
         """
         lines: list[bytes] = []
         try:

@@ -36,9 +36,9 @@ class Registered:
 
 
 def register(client: Client, spec: JobSpec, *, retry_failed: bool = False) -> Registered:
-    """Return the newest job with the name of `spec` that matches `spec` or can be changed to match it, or a new job.
+    """Return the newest job with the name of `spec` that matches it or can be changed to match, or else a new job.
 
-    With `retry_failed`, the failed runs of an existing job are planned again. Raises the client's errors.
+    If `retry_failed` is True, the failed runs of an existing job are planned again. Raises the client's errors.
     """
     differing = [(job, _differences(job, spec)) for job in _jobs_named(client, spec.name)]
     usable = [(job, changes) for job, changes in differing if not _fixed(changes)]
@@ -113,7 +113,7 @@ def _fixed(differences: Differences) -> list[str]:
 def _values_by_path(spec: JobSpec) -> dict[str, Any]:
     """Return every value in `spec` by its dotted path.
 
-    With several clusters, a path contains the instance type instead of an index, since their order does not matter.
+    The path of a cluster contains its instance type instead of an index, since the order of clusters does not matter.
     """
     values = dict(_flatten("", spec.model_dump(mode="json", exclude={"cluster"})))
     values["cluster.instance_type"] = sorted(cluster.instance_type for cluster in spec.cluster)

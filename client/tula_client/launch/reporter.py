@@ -112,7 +112,7 @@ class Reporter:
         self._console.print(f"note      {text}", highlight=False, markup=False)
 
     def _describe(self) -> None:
-        """Update the progress bar with the runs in progress and the remaining plan, once the job is set."""
+        """Show the runs in progress and the remaining plan in the progress bar, if the job is already known."""
         job = self._job
         if job is None:
             return

@@ -81,12 +81,12 @@ _SUBMITTED: Final = "submitted-"
 
 @dataclass
 class ActiveRun:
-    """A run whose command was started; times are in seconds of the runner's clock.
+    """A run whose command was started; times are in seconds on the runner's clock.
 
-    smaller: the runs of smaller batches that the same command measures first. limit_from: the time from which the time
-    limit is counted, which is the launch and later the first measurement. limit_reached: True once the training run was
-    asked to end at its own limit. has_measured: True once the service has stored a sample of the run. has_ended: True
-    once the service has refused to renew the run's lease.
+    smaller: the runs of smaller batches that the same command measures first. limit_from: the time at which the time
+    limit began, which is the launch until the first measurement restarts the limit. limit_reached: True once the
+    training run was asked to end at its own limit. has_measured: True once the service has stored a sample of the run.
+    has_ended: True once the service has refused to renew the run's lease.
     """
 
     run: Run
@@ -116,7 +116,7 @@ class Runner:
     cancelled the job. On exit, the runner stops all commands that are still running, and returns their runs to the
     plan.
 
-    time_limit_s: the time limit for a run's start-up, which applies again to the remainder of the run. grace_s: seconds
+    time_limit_s: the time limit for a run's start-up and, separately, for the remainder of the run. grace_s: seconds
     between SIGTERM and SIGKILL. stop_template: the command that cancels a cluster job. inherited: environment variables
     that commands inherit. active: the runs whose commands are running.
     """
@@ -142,7 +142,7 @@ class Runner:
             words = (self.work.load(dict[str, list[Any]], name) or {}).get("stop_command")
             if words and self._succeeds(words, _STOP_COMMAND_TIMEOUT_S):
                 launch_id = name.removeprefix(_SUBMITTED)
-                self.reporter.note(f"Ran the stop command of {launch_id}, which an interrupted launch left behind.")
+                self.reporter.note(f"Ran the stop command that the interrupted launch {launch_id} left behind.")
             self.work.delete(name)
         return self
 
@@ -306,7 +306,7 @@ class Runner:
         return None
 
     def finish(self, active: ActiveRun, status: int) -> list[tuple[Run, Outcome]]:
-        """Judge and report every run of a command that ended with `status`; return them in the order of measurement.
+        """Judge and report every run of a command that ended with `status`; return the runs, first measured first.
 
         A run that had not started returns to the plan. The run of the largest batch also returns to the plan if the
         command measured all smaller batches but ended before it measured the largest.
@@ -345,7 +345,7 @@ class Runner:
     def _judge(self, active: ActiveRun, run: Run, status: int, lines: list[str], stopped: bool) -> tuple[Run, Outcome]:
         """Report the outcome of one run of a command that ended with `status`; return the updated run and the outcome.
 
-        stopped: the command was stopped because the run of its largest batch was cancelled.
+        stopped: whether the command was stopped because the run of its largest batch was cancelled.
         """
         limit = self.time_limit_s if active.stacks_dumped_at is not None else None
         outcome = judge(run, status, lines, timed_out_after_s=limit)
@@ -421,7 +421,7 @@ class Runner:
         return done.returncode == 0
 
     def _look_for_measurements(self, active: ActiveRun) -> None:
-        """Restart the time limit at a run's first measurement; if a profiling run sends none for long, print a note."""
+        """Restart the time limit at a run's first measurement; print a note if a profiling run sends none for long."""
         first, now = (*active.smaller, active.run)[0], self.clock()
         if active.has_measured:
             return
@@ -434,7 +434,7 @@ class Runner:
                 self.reporter.note(f"Run {first.id}: no measurement after {now - active.started_at:.0f} s. {steps}")
 
     def _send_output(self, active: ActiveRun, run: Run, state: RunState) -> None:
-        """Send the tail of rank 0's output to the service if it is new and the user has not disabled sending output.
+        """Send the tail of rank 0's output to the service, unless it is unchanged or the user has disabled this.
 
         A failure to send is ignored, since the output is also in the log.
         """

@@ -2,9 +2,9 @@
 
 This module runs as a script and imports only the standard library. On Linux it registers as the reaper of orphaned
 descendants (prctl PR_SET_CHILD_SUBREAPER), so that it can find ranks that torchrun moved to another session. Its
-standard input is a pipe from `tula`. The byte `s` stops the command, and `d` stops it after every rank has printed its
-stack. The command is also stopped at the end of the pipe, which means that `tula` has died. The supervisor exits with
-the status of the command, or with 128 + n for signal n.
+standard input is a pipe from `tula`. If the supervisor reads the byte `s`, it stops the command; if it reads `d`, it
+first makes every rank print its stack. If `tula` dies, the pipe closes and the supervisor stops the command. The
+supervisor exits with the status of the command, or with 128 + n for signal n.
 
 Stopping begins at the top of the process tree. At first only the command receives SIGTERM, as under a kubelet, because
 torchrun and srun forward the signal to ranks, and a rank that saves a checkpoint needs its data-loading processes. A
@@ -35,7 +35,7 @@ _NOT_STARTED = 127
 
 
 def main() -> int:
-    """Run the command in the arguments; the first argument is a JSON object with `grace_s` and `stop_command`."""
+    """Run the command that follows the first argument, which is a JSON object with `grace_s` and `stop_command`."""
     options, command = json.loads(sys.argv[1]), sys.argv[2:]
     _become_subreaper()
     wake, wake_write = os.pipe()
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def _asked_to_stop(wake: int) -> bool:
-    """Wait up to a second for a signal or a byte from `tula`; return True if `tula` asks to stop the command."""
+    """Wait up to a second for a signal or a byte from `tula`; return True if `tula` asked to stop or has died."""
     ready, _, _ = select.select([0, wake], [], [], 1.0)
     if wake in ready:
         os.read(wake, 4096)
@@ -120,7 +120,7 @@ def _children() -> dict[int, list[int]]:
 
 
 def _left(child: subprocess.Popen[bytes], *, top: bool = False) -> list[int]:
-    """Return the ids of descendants that are still running; with `top`, only the children of this process."""
+    """Return the ids of descendants that are still running, or if `top` is True only the children of this process."""
     _reap(child)
     if sys.platform != "linux":
         return [child.pid] * (child.returncode is None)
@@ -150,7 +150,7 @@ def _end_all(child: subprocess.Popen[bytes], grace_s: float) -> int | None:
 
 
 def _run_stop_command(words: list[str] | None) -> None:
-    """Run the stop command, if there is one, which cancels a cluster job that the command submitted."""
+    """Run the stop command, if there is one, to cancel the cluster job that the command submitted."""
     if words:
         try:
             subprocess.run(words, stdin=subprocess.DEVNULL, timeout=_STOP_COMMAND_WITHIN_S, check=False)

@@ -164,7 +164,7 @@ _RAY: Final = "ray job submit --submission-id=tula-{launch_id} --runtime-env={en
 LAUNCHERS: Final = {
     "torchrun": Launcher("all ranks on this machine", ("torchrun", "--standalone", "--nproc-per-node={world_size}")),
     "slurm": Launcher(
-        "srun starts every rank, inside an allocation or with a new one",
+        "srun starts every rank, in the current allocation if there is one, otherwise in a new one",
         (*_SLURM.split(), _SLURM_RANK.replace("{", "{{").replace("}", "}}"), "tula"),
         ("scancel", "--name=tula-{launch_id}"),
     ),

@@ -48,7 +48,8 @@ def train(
 
     After an out-of-memory failure, training continues from the last checkpoint with the next smaller configuration
     (`next_smaller`). After a pre-emption, or after the failure of an attempt that had written a checkpoint, it
-    continues with the same configuration. If `tula` died and there is a checkpoint, the next call continues too.
+    continues with the same configuration. If `tula` died and there is a checkpoint, the next call also continues from
+    this checkpoint.
 
     Raises `LaunchError` if training cannot continue, and the client's errors.
     """
@@ -121,7 +122,7 @@ def _begin(runner: Runner, job: Job, fresh: bool, reconfigure: bool, configurati
     work, note = runner.work, runner.reporter.note
     state = None if fresh else work.load(_State, _STATE)
     if state is not None and not may_hold_files(work.checkpoints(state.training)):
-        note("The unfinished training left no checkpoint, so a new training is started.")
+        note("The unfinished training run left no checkpoint, so a new one is started.")
         state = None  # the old configuration may be an outdated guess
     if state is None:
         return _State(configuration or _recommended(runner, job), work.next_training())
@@ -204,8 +205,8 @@ def _fall_back(runner: Runner, job: Job, template: Template, failed: Configurati
     """Return the next smaller configuration to try after an out-of-memory failure, and print a note about it.
 
     Its local batch is at most the largest local batch of any candidate that fits, according to a memory model that
-    includes the failure. Only candidates with the same instance type and options as the failed configuration are
-    considered, since the options affect memory.
+    takes the failure into account. Only candidates with the same instance type and options as the failed configuration
+    are considered, since the options affect memory.
     """
     bound = max(
         (
@@ -243,8 +244,8 @@ def next_smaller(
     """Return the configuration to try after `failed` ran out of memory, or None if no smaller configuration exists.
 
     If possible, the global batch stays the same: the local batch b becomes smaller and accumulation increases, so that
-    b x accumulation stays constant. The largest such b is chosen that is below the failed b and at most
-    `max_local_batch_size`, but not below a quarter of that bound, since smaller batches waste the accelerator. If the
+    b x accumulation stays constant. The result has the largest such b that is below the failed b and at most
+    `max_local_batch_size`, but never below a quarter of this bound, since smaller batches waste the accelerator. If the
     script cannot accumulate gradients, the result has the same nodes and half the local batch, so the global batch
     becomes smaller.
     """

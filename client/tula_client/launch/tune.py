@@ -101,8 +101,8 @@ def named_configuration(
     A third factor in the shape is the accumulation. Values of the job's `options` may follow, as in
     `2x64,precision=bf16`; an omitted option has its first value.
 
-    newest: the newest run of each configuration. Raises `UsageError`, with `flag` in the message, if the word matches
-    no configuration or several.
+    newest: the newest run of each configuration. Raises `UsageError`, with `flag` in the message, unless the word
+    matches exactly one configuration.
     """
     numbers_word, *pairs = word.split(",")
     shape = _SHAPE.fullmatch(numbers_word)
@@ -142,8 +142,8 @@ def _chosen_options(pairs: Sequence[str], options: Mapping[str, Sequence[str]], 
 def to_explain(job: Job, chosen: Configuration | None) -> tuple[Configuration, ...]:
     """Return one configuration for each option value that the plan has not launched.
 
-    Each result is a configuration that was measured with the first value of every option, in which only one value was
-    changed, so that any difference in step time is due to that value. If several configurations were measured, those on
+    Each result differs in only one option value from a configuration that was measured with the first value of every
+    option, so that any difference in step time is due to that value. If several configurations were measured, those on
     the cluster of `chosen` are preferred, and among these the one with the largest batch.
     """
     options, base = job.spec.varied_options, job.spec.base_options
@@ -202,7 +202,7 @@ class _PlanLoop:
     finished: list[tuple[Run, Outcome]] = field(default_factory=list)
 
     def step(self) -> float | None:
-        """Finish runs that have ended and start the next; return the seconds to wait, or None if the plan is done."""
+        """Process ended runs and start the next; return the seconds to wait, or None if the plan is done."""
         runner = self.runner
         for active in list(runner.active):
             status = runner.poll(active)

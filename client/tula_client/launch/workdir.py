@@ -36,7 +36,7 @@ def rank_logs(log: Path) -> Path:
 
 
 def _private(path: str, flags: int) -> int:
-    """Open a file with permissions for the user only; for use as the `opener` of `open`."""
+    """Open a file that only the user can access; use this function as the `opener` of `open`."""
     return os.open(path, flags, 0o600)
 
 
@@ -58,7 +58,7 @@ class WorkDir:
 
     @contextmanager
     def locked(self) -> Iterator[str]:
-        """Lock the folder; yield the name under which this folder's leases are held, which survives a restart.
+        """Lock the folder; yield the name that holds this folder's leases, which stays the same after a restart.
 
         The kernel releases the lock when the process ends, even after kill -9, so a process that has the lock can treat
         earlier leases under that name as orphaned. Raises `LaunchError` if another process has the lock, and
@@ -99,7 +99,7 @@ class WorkDir:
         return self.path / ("checkpoints" if training == 1 else f"checkpoints-{training}")
 
     def next_training(self) -> int:
-        """Return the lowest number of a training run for which there are no checkpoints yet."""
+        """Return the lowest training run number that has no checkpoints yet."""
         return next(n for n in count(1) if not may_hold_files(self.checkpoints(n)))
 
     def scratch(self, run_id: str) -> Path:

@@ -1,4 +1,4 @@
-"""Analyses one job, using only its `JobData`; no function uses a transaction, the store or the clock.
+"""Analyses one job, given its `JobData`; no function accesses a transaction, the store or the clock.
 
 data = load_job_data(tx, job)       # usecases/job_data.py: everything that an analysis reads
 answer = analyse(data)              # Answer: evidence, one fit, prices, the choice; or Infeasible with its reason

@@ -1,4 +1,4 @@
-"""Detects changes of a training run's speed, and projects its time and cost against its deadline and budget.
+"""Detects changes in the speed of a training run, and compares its projected time and cost with its limits.
 
 All functions are pure. A `Monitor` holds the state of a training run between two batches of samples;
 `usecases/monitoring.py` stores this state with the run, and emits an event for each change that the monitor detects.
@@ -60,7 +60,7 @@ class DriftState:
 
     @classmethod
     def expecting(cls, low_s: float, high_s: float) -> DriftState:
-        """Return a detector for a predicted step-time interval, first widened to at least 5 % on both sides."""
+        """Return a detector for a predicted step-time interval, which is widened to at least 5 % on each side."""
         centre = 0.5 * (math.log(low_s) + math.log(high_s))
         return cls(centre, max(0.5 * (math.log(high_s) - math.log(low_s)), _LEAST_HALF_WIDTH))
 
@@ -90,11 +90,11 @@ def watch_drift(state: DriftState, step_times_s: Sequence[float] | FloatArray) -
 
     This is Page's test. The score of a step is the distance of its log step time from the centre of the interval, in
     half-widths. Each step adds its score minus 1, limited to 2, to a sum that is never negative, and a sum of 30 raises
-    the alarm. One straggling step in ten, however slow, does not accumulate, because the scores of the other steps
-    reduce the sum. A speed inside the interval never raises the alarm, and a speed far outside raises the alarm after
-    15 steps. For a speed just outside the interval, the alarm is raised if the mean score of a block of 50 steps
-    exceeds 1 by more than twice its standard error, which takes 50 to 99 steps. An alarm is announced only after the
-    newest steps confirm it (`DriftState.confirmed_by`).
+    the alarm. If one step in ten straggles, the sum does not accumulate, however slow that step is, because the scores
+    of the other steps reduce it. A speed inside the interval never raises the alarm, and a speed far outside raises the
+    alarm after 15 steps. For a speed just outside the interval, the alarm is raised if the mean score of a block of 50
+    steps exceeds 1 by more than twice its standard error, which takes 50 to 99 steps. An alarm is announced only after
+    the newest steps confirm it (`DriftState.confirmed_by`).
     """
     times = column("step_times_s", step_times_s, above=0.0)
     slower, faster, alarm, after = state.slower, state.faster, state.alarm, state.alarm_after_steps
@@ -122,7 +122,7 @@ def _is_off(total: float, squares: float) -> bool:
 
 @dataclass(frozen=True)
 class DriftAlarm:
-    """A lasting change of speed; `sentence` is None if the training run has returned to its predicted speed.
+    """A lasting change in speed; `sentence` is None if the training run has returned to its predicted speed.
 
     `event` is the content of the `drift` event. `from_start` is True if the training run has had this speed since its
     start, in which case all its samples describe the same speed.
@@ -185,7 +185,7 @@ class Monitor:
         return monitor
 
     def at(self, step: int, epochs_before: float | None) -> Monitor:
-        """Return the state updated to this step."""
+        """Return the state with `step` as its newest step."""
         return replace(self, step=step, epochs_before=epochs_before)
 
     def examples_left(self, spec: wire.JobSpec, c: Configuration) -> float | None:
@@ -233,7 +233,7 @@ class Monitor:
         return self.detector is not None and self.detector.alarm is not None
 
     def limits_due(self, step: int) -> bool:
-        """Return True if time and cost must be projected at this step; step numbers restart with each process."""
+        """Return True if time and cost must be projected at this step; each process numbers its steps from zero."""
         return step < self.checked_at or step >= self.checked_at + CHECK_EVERY_STEPS
 
 
@@ -241,7 +241,7 @@ _MONITOR = TypeAdapter(Monitor)
 
 
 def examples_left(spec: wire.JobSpec, c: Configuration, step: int, epochs_before: float | None) -> float:
-    """Return the number of examples (out of epochs times data set size) that remain to be read after `step`.
+    """Return how many of the examples in all epochs remain to be read after `step`.
 
     Each process counts its steps from zero. `epochs_before`, the progress of earlier processes, is in epochs, which do
     not depend on the batch size; None is treated as zero.

@@ -40,7 +40,7 @@ class Infeasible:
 
 @dataclass(frozen=True)
 class Answer:
-    """The fit of one version of a job's data, and the choice that results from it.
+    """The fit of one version of a job's data, and the choice that results from the fit.
 
     `spec` is the job's specification, without prices that cannot be applied (`job_data.payable`). `doubtful` candidates
     may be profiled but are not recommended, since they may not fit into memory. `efficiency` is None until a run
@@ -58,7 +58,7 @@ class Answer:
 
     @property
     def estimates(self) -> tuple[Estimate, ...]:
-        """Return the estimates of all candidates, first on demand and then on spot capacity."""
+        """Return the estimates of all candidates, first for on-demand and then for spot capacity."""
         return self.choice.estimates
 
     @cached_property
@@ -67,15 +67,15 @@ class Answer:
         return job_data.base_batch_size(self.data, self.evidence.candidates)
 
     def estimate(self, configurations: Sequence[Configuration]) -> tuple[Estimate, ...]:
-        """Return the estimates of any configurations, first on demand and then on spot capacity.
+        """Return the estimates of any configurations, first for on-demand and then for spot capacity.
 
-        No batch is assumed to need additional steps for the same quality.
+        The estimates assume that no batch needs additional steps to reach the same quality.
         """
         goal = replace(self.choice.goal, steps_factor={})
         return price_candidates(configurations, self.model, goal, memory=self.evidence.memory.models)
 
     def what_if(self, configurations: Sequence[Configuration]) -> Answer:
-        """Return the answer from the same fit if only these configurations may be chosen."""
+        """Return the answer from the same fit when the choice is restricted to these configurations."""
         choice = choose(self.choice.goal, self.estimate(configurations))
         return replace(self, choice=choice, efficiency=None, doubtful=frozenset())
 

@@ -17,9 +17,9 @@ _CHANGES_NUMERICS = frozenset({"precision"})
 
 
 def best_with(answer: Answer, options: Options) -> Estimate | None:
-    """Return the best candidate with these options by the objective, or None if no candidate has these options.
+    """Return the candidate with these options that best meets the objective, or None if there is no such candidate.
 
-    If the options were not launched, the choice is based on predictions.
+    If no launch has used these options, the choice is based on predictions.
     """
     failed = answer.evidence.failed
     alike = [
@@ -86,7 +86,8 @@ def _effect(
 def _why_nothing(answer: Answer, name: str, value: str, limited: Options | None) -> str:
     """Return a sentence that explains why no candidate with this value remains.
 
-    `limited` is a set of options with this value that has candidates, none of which meets the limits; otherwise, None.
+    `limited` is a set of options with this value whose candidates all exceed the limits, or None if there is no such
+    set.
     """
     beside = ""
     if limited is not None:
@@ -106,10 +107,10 @@ def _compared(
     launched_options: Collection[Options],
     possible: Collection[Options],
 ) -> tuple[Options, Options]:
-    """Return two sets of options to compare, one for each of the two values of the option `name` in `words`.
+    """Return two sets of options that differ only in the option `name`, with one of the two values in `words` each.
 
-    The best pairs are those in which both sets have candidates, then those in which both sets were launched, and then
-    those that are closest to the recommended options `held`.
+    Pairs in which both sets have candidates are preferred, then pairs in which both sets were launched, and then pairs
+    that are closest to the recommended options `held`.
     """
 
     def distance(pair: tuple[Options, Options]) -> tuple[int, int, int, Options]:
@@ -125,7 +126,7 @@ def _compared(
 
 
 def _memory(answer: Answer, before: Estimate, after: Estimate) -> Interval | None:
-    """Return the ratio of the peak memory of two variants at the local batch of `before`, or None if unknown."""
+    """Return the peak memory of `after` divided by that of `before` at the batch of `before`, or None if unknown."""
     batch, models = before.configuration.local_batch_size, answer.evidence.memory.models
     peaks = [
         None if (model := models.get(estimate.configuration.variant)) is None else model.predict(batch)
@@ -135,7 +136,7 @@ def _memory(answer: Answer, before: Estimate, after: Estimate) -> Interval | Non
 
 
 def _ratio(after: Estimate, before: Estimate, value: Callable[[Estimate], Interval]) -> Interval | None:
-    """Return the ratio of the two values, excluding the noise of single runs, which is not part of the effect."""
+    """Return the value of `after` divided by that of `before`, without the noise of single runs."""
     narrowed = (estimate.narrowed(value(estimate), estimate.known_sd) for estimate in (after, before))
     return next(narrowed).over(next(narrowed))
 
@@ -162,7 +163,7 @@ def _sentences(
     memory = f", and at the same batch {_changed(ratios['memory'], 'memory')}" if "memory" in ratios else ""
     yield f"{name} {value} needs {parts}{memory}."
     if recommended and name in _CHANGES_NUMERICS:
-        yield "It changes the numerical precision of training, so compare the losses with and without it first."
+        yield "This changes the numerical precision of training, so compare the losses with and without it first."
 
 
 def _changed(ratio: Interval, what: str) -> str:

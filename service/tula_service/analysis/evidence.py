@@ -107,8 +107,8 @@ def gather_evidence(data: JobData) -> Evidence:
             continue
         if summary.step_time_s < _SHORTEST_STEP_S:
             warnings.append(
-                f"Run {summary.run_id} is ignored because its step time of {duration(summary.step_time_s)} is shorter "
-                "than any training step; check the clock of its machine."
+                f"Run {summary.run_id} is ignored because its step time of {duration(summary.step_time_s)} is too "
+                "short for a training step; check the clock of its machine."
             )
             continue
         if summary.configuration_mismatch is not None:
@@ -145,10 +145,10 @@ def gather_evidence(data: JobData) -> Evidence:
 
 
 def leave_one_out(evidence: Evidence, model: StepTimeModel) -> float | None:
-    """Return the median relative error of predicting each run from all other runs, with the model's form and priors.
+    """Return the median relative error when each run is predicted from all others with the model's form and priors.
 
-    The model is fitted once per run. The result is None if there are too few runs for an estimate, or so many that it
-    would take too long.
+    The model is fitted once per run. The result is None if there are too few runs for an estimate, or so many that the
+    fits would take too long.
     """
     observed = evidence.observed
     if observed is None or not _FEWEST_RUNS_TO_VALIDATE <= len(observed) <= _MOST_RUNS_TO_VALIDATE:
@@ -179,7 +179,7 @@ def _feasible(data: JobData, memory: MemoryEvidence) -> tuple[tuple[Configuratio
 
 @dataclass(frozen=True)
 class _Crash:
-    """Option values with which every launch on `types` failed; `everywhere` is True if no variant with them has run."""
+    """Option values with which every launch on `types` failed; `everywhere` is True if no variant with them ran."""
 
     values: Options
     types: frozenset[str]
@@ -242,7 +242,7 @@ def _crashes(data: JobData, ran: set[Variant]) -> list[_Crash]:
 
 
 def _as_run(summary: RunSummary) -> Configuration | None:
-    """Return the configuration that a run's process reported, or None if the numbers of ranks per node are unequal."""
+    """Return the configuration that a run's process reported, or None if its nodes have unequal numbers of ranks."""
     planned = summary.configuration
     world, batch, steps = summary.world_size, summary.local_batch_size, summary.grad_accum_steps
     batch, steps = batch or planned.local_batch_size, steps or planned.grad_accum_steps
@@ -275,11 +275,11 @@ def _failed(data: JobData, unusable: set[str]) -> tuple[set[Configuration], list
 
 
 def _as_usual(rows: Sequence[tuple[Configuration, RunSummary]], relative_sd: FloatArray) -> FloatArray:
-    """Return the relative standard errors, shape (n,), each raised to a lower bound if it is smaller.
+    """Return the relative standard errors of the runs' step times, shape (n,), after applying a lower bound to each.
 
-    A run's bound is the error of a run with equally many steps and the usual spread, which is the median spread over
-    the batches on one cluster. Without this bound, a few steps that happen to have similar times would receive more
-    weight than longer measurements of similar configurations.
+    The bound of a run is the error that its number of steps would give with the usual spread of step times, which is
+    the median spread over the batches on the run's cluster. Without this bound, a few steps that happen to have similar
+    times would receive more weight than longer measurements of similar configurations.
     """
     steps = np.array([float(summary.num_steps or 1) for _, summary in rows])
     spread = relative_sd * np.sqrt(steps)
@@ -335,12 +335,12 @@ class MemoryEvidence:
         )
 
     def retries(self, c: Configuration) -> int:
-        """Return the number of times that the device was full during a run of this variant with this local batch."""
+        """Return how often the device was full in the worst run of this variant with this local batch."""
         alike = (c.variant, c.local_batch_size)
         return max((n for ran, n in self.held if (ran.variant, ran.local_batch_size) == alike), default=0)
 
     def fit_probability(self, c: Configuration) -> float | None:
-        """Return the probability that a rank's peak fits into memory, or None if model or capacity are unknown."""
+        """Return the probability that a rank's peak fits into memory, or None if the model or capacity is unknown."""
         model, capacity = self.models.get(c.variant), self.capacity_bytes.get(c.instance_type)
         if model is None or capacity is None:
             return None
@@ -356,7 +356,7 @@ class MemoryEvidence:
         return f"its local batch {c.local_batch_size} is above {bound}, the largest batch that fits safely."
 
     def why_nothing_fits(self, spec: wire.JobSpec) -> str:
-        """Return a sentence that explains, by instance type, why no candidate fits into memory, with the remedy."""
+        """Return a sentence that states, by instance type, why no candidate fits into memory, and how to fix this."""
         smallest, base = spec.batch.min_local_batch_size, spec.base_options
         remedy = f"use a larger instance type, or {'increase cluster.min_nodes' if _shares(spec) else _SHARD_ALL}"
         reasons = []
@@ -386,8 +386,8 @@ def _out_of_memory_runs(
 
     The first result contains the runs that rule out their batch and all larger batches of their variant. If a larger
     batch fitted, a failed run rules out only its own configuration; the second result contains the ids of these runs,
-    and the third a warning for each of them. A batch that fitted although the first result rules it out may have fitted
-    by chance, so it does not contradict failures at smaller batches.
+    and the third a warning for each of them. If a batch fitted although the first result rules it out, it may have
+    fitted by chance, so it does not contradict failures at smaller batches.
     """
     standing: list[RunSummary] = []
     contradicted: set[str] = set()
@@ -546,7 +546,7 @@ def state_beyond_memory(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> str
 
 
 def required_fit_probability(spec: wire.JobSpec) -> float:
-    """Return the minimum probability of fitting into memory that a recommended batch must have."""
+    """Return the probability of fitting into memory that a recommended batch must have."""
     return min(max(spec.profiling.memory_safety, 0.5), 0.999)
 
 
@@ -593,7 +593,7 @@ def _memory_observations(
     context: float,
     shards: Shards,
 ) -> MemoryObservations:
-    """Return the readings and the counted bytes to which the memory of a variant is fitted.
+    """Return the readings and the counted bytes to which the memory model of a variant is fitted.
 
     The agent counts the bytes of parameters, gradients and optimizer state. Until the agent has counted them, these
     bytes are computed from the specification in single precision, and `context` bytes are added.
@@ -622,12 +622,12 @@ def _memory_observations(
 
 
 def _plan_safety(spec: wire.JobSpec, num_batches: int, *, of_base: bool) -> float | None:
-    """Return the minimum probability of fitting into memory for a batch to be profiled; None allows all batches.
+    """Return the probability of fitting into memory that a batch to be profiled must have; None allows all batches.
 
     Unless the specification has the activation bytes, readings at a single batch do not show how memory grows with the
-    batch. They then rule out only batches that are more likely to fail than not; if the number of parameters is also
-    unknown, they rule out no batch of the base. The specification describes only the base; other variants start from
-    the base's static bytes, and running out of memory is a useful result for these variants.
+    batch. Such readings rule out only batches that are more likely to fail than not, and no batch of the base if the
+    number of parameters is also unknown. The specification describes only the base; other variants start from the
+    base's static bytes, and running out of memory is a useful result for these variants.
     """
     if num_batches > 1 or (of_base and spec.model.activation_bytes_per_sample):
         return required_fit_probability(spec)

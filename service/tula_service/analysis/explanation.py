@@ -100,7 +100,7 @@ def infeasible_fields(analysis: Infeasible) -> dict[str, object]:
 
 
 def _menu(answer: Answer) -> list[wire.MenuPoint]:
-    """Return the points of the menu, each with the extra cost per hour saved relative to the next slower point."""
+    """Return the points of the menu, each with the cost of every hour that it saves over the next slower point."""
     menu, priced = answer.choice.menu, answer.choice.goal.priced
     chosen = answer.choice.chosen
     return [
@@ -132,7 +132,7 @@ def render_candidates(answer: Answer, estimates: Sequence[Estimate]) -> list[wir
 
 
 def model_report(answer: Answer, cross_validated_error: float | None = None) -> wire.ModelReport:
-    """Return a report on the model behind the predictions, including its data and warnings."""
+    """Return a report on the model that makes the predictions, including its data and warnings."""
     evidence, model = answer.evidence, answer.model
     memory = [note for variant in sorted(evidence.memory.models) for note in evidence.memory.models[variant].notes]
     warnings = [*_warnings(answer), *_unequal_lengths(answer.data.seen_tokens)]
@@ -154,7 +154,7 @@ def model_report(answer: Answer, cross_validated_error: float | None = None) -> 
 
 
 def assess_quality(answer: Answer) -> wire.Quality | None:
-    """Return whether the chosen batch should keep the accuracy of the base batch, or None if no batch was chosen."""
+    """Return whether the chosen batch is expected to preserve the base batch's accuracy, or None if none was chosen."""
     choice = answer.choice
     guard = choice.goal.guard
     if choice.chosen is None or guard is None:
@@ -179,7 +179,7 @@ def assess_quality(answer: Answer) -> wire.Quality | None:
 
 
 def why(answer: Answer) -> str:
-    """Return sentences on the reason for the choice, the runner-up, the excluded candidates, and the answer's basis."""
+    """Return sentences that explain the choice, the runner-up, the excluded candidates, and the answer's basis."""
     choice, objective = answer.choice, OBJECTIVES[answer.objective]
     parts = []
     chosen = choice.chosen
@@ -206,16 +206,16 @@ def why(answer: Answer) -> str:
     ]
     if objective.needs_efficiency:
         parts.append(
-            f"The time is for the same quality as with a batch of {answer.base_batch_size}, at a gradient noise scale "
-            f"of {answer.efficiency.noise_scale:,.0f} examples"
+            f"The time is what it takes to match the quality of a batch of {answer.base_batch_size}, at a gradient "
+            f"noise scale of {answer.efficiency.noise_scale:,.0f} examples"
             + (
                 ", as measured by profiling runs; it grows during training."
                 if answer.data.trained_noise_scale is None
                 else "."
             )
             if answer.efficiency is not None
-            else "No run has reported the gradient noise scale (a script with `TulaOptimizer` does), so only the time "
-            "was minimised."
+            else "No run has reported the gradient noise scale (scripts that use `TulaOptimizer` report it), so only "
+            "the time was minimised."
         )
     if chosen is not None:
         parts.append(suggest_learning_rate(answer, chosen.configuration).advice)
@@ -245,7 +245,7 @@ def explain_choice(choice: Choice) -> str:
 
 
 def _least(choice: Choice) -> str:
-    """Return a text with the lowest time and cost of the candidates, for comparison with the limits.
+    """Return a text that states the candidates' lowest time and cost, for comparison with the limits.
 
     The text includes the upper end of each interval, which decides whether a candidate meets a limit. Candidates that
     are excluded by the limit on the global batch or by interruptions are ignored. If no candidates remain, the text is
@@ -287,7 +287,7 @@ def breach(exclusion: Exclusion, limits: Limits) -> str:
 
 
 def savings(chosen: wire.Candidate | None, candidates: Sequence[wire.Candidate]) -> tuple[float | None, float | None]:
-    """Return the fractions of time saved relative to the smallest and the largest batch on the same number of nodes."""
+    """Return the fractions of time that the choice saves over the smallest and largest batch on equally many nodes."""
     if chosen is None:
         return None, None
     mine, time_s = chosen.configuration, chosen.total_time_s.value
@@ -401,7 +401,7 @@ def _warnings(answer: Answer) -> list[str]:
     """Return warnings about information missing from the specification or the measurements, each with a remedy."""
     spec, bounds = answer.data.spec, answer.evidence.memory.max_local_batch_size
     sentences = [
-        f"Nothing limits the local batch of {name}, so candidates have at most five doublings of the smallest batch; "
+        f"Nothing limits the local batch of {name}, so the smallest batch was doubled at most five times; "
         "set cluster.memory_bytes_per_rank or batch.max_local_batch_size."
         for name in (cluster.instance_type for cluster in spec.cluster)
         if spec.batch.max_local_batch_size is None and Variant(name, spec.base_options) not in bounds
@@ -428,7 +428,7 @@ def _warnings(answer: Answer) -> list[str]:
 
 
 def find_gaps(model: StepTimeModel) -> list[str]:
-    """Return sentences about missing and contradictory measurements."""
+    """Return sentences that describe missing and contradictory measurements."""
     if model.observations is None:
         return ["Nothing was measured, so every figure comes from hardware data or from other jobs."]
     rows = model.observations.points.rows()
@@ -442,9 +442,9 @@ def find_gaps(model: StepTimeModel) -> list[str]:
     if len(rows) == 1:
         sentences.append("One configuration was measured, so only the scale is known; all other effects are assumed.")
     elif len({batch for _, _, _, batch, _ in rows}) == 1:
-        sentences.append("All runs had the same local batch, so the effect of the batch is an assumption.")
+        sentences.append("All runs had the same local batch, so the effect of the batch size is an assumption.")
     if len(rows) > 1 and len({world for _, _, world, _, _ in rows}) == 1:
-        sentences.append("All runs had the same cluster size, so the effect of the cluster is an assumption.")
+        sentences.append("All runs had the same cluster size, so the effect of the cluster size is an assumption.")
     return sentences + [
         f"The form {model.form} of {variant.instance_type} needs two configurations; until two have been measured, the "
         "form overlap is used."
@@ -466,9 +466,9 @@ def _implausible(rows: Sequence[tuple[PointKey, float]]) -> list[str]:
         return []
     said = [f"{n:.0f} node{'s' if n > 1 else ''} at local batch {batch:.0f}" for _, n, _, batch, _ in (smaller, larger)]
     return [
-        f"A step of {said[0]} took {multiple(ratio)} times as long as one of {said[1]}, which has more work to do. The "
-        "two runs had different conditions (threads of a process, other work on the node); measure both again with "
-        "`tula tune --again`."
+        f"A step of {said[0]} took {multiple(ratio)} times as long as one of {said[1]}, which has more work to do. "
+        "Conditions must have differed between the two runs (number of threads, other work on the node); measure both "
+        "again with `tula tune --again`."
     ]
 
 
@@ -487,7 +487,7 @@ def _unequal_lengths(seen: Sequence[float]) -> list[str]:
     if not seen or max(seen) - min(seen) <= _EQUAL_LENGTHS * (mean := fmean(seen)):
         return []
     return [
-        f"Batches had {min(seen):.0f} to {max(seen):.0f} tokens per example, and step times are for their mean, "
+        f"Batches had {min(seen):.0f} to {max(seen):.0f} tokens per example, and step times apply to the mean, "
         f"{mean:.0f}; measure enough steps to cover all lengths, or group examples of similar length."
     ]
 
@@ -504,8 +504,8 @@ def _waits_for_data(answer: Answer) -> list[str]:
     if answer.choice.goal.priced:
         saved += f" and {money(share * chosen.cost_usd.mean)} of {money(chosen.cost_usd.mean)}"
     return [
-        f"{_named(chosen)} waits for data {percent(share, digits=0)} of the time, which no batch size can change; more "
-        f"or faster workers of the data loader would save up to {saved}."
+        f"{_named(chosen)} waits for data {percent(share, digits=0)} of the time, and no batch size can avoid this; "
+        f"more or faster workers of the data loader would save up to {saved}."
     ]
 
 
@@ -572,7 +572,8 @@ def suggest_learning_rate(
 def nearest_misses(choice: Choice) -> dict[str, Exclusion]:
     """Return, for each limit, the candidate that exceeds the limit least; ties are broken by the objective's value.
 
-    Candidates that no deadline or budget would admit come last, because changing these limits would not help them.
+    Candidates that no deadline or budget would admit come last, because these candidates would remain excluded if the
+    limits were changed.
     """
     barred = choice.barred
     missed = [exclusion for exclusion in choice.excluded if exclusion.estimate is not choice.chosen]

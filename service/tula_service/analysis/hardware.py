@@ -44,7 +44,7 @@ _LOG_BYTES: Final = (0.0, 60.0 * math.log(2.0))
 
 @dataclass(frozen=True)
 class EarlierFigures:
-    """An earlier job with the facts of its network.
+    """An earlier job, with the facts about its network and the hardware of its instance types.
 
     `types` contains, for each of the earlier job's instance types, its name, its hardware, and True if the current job
     uses the same hardware.
@@ -59,9 +59,9 @@ class EarlierFigures:
 class Figures:
     """Hardware figures of a job and of earlier jobs, from specifications, data sheets and probes.
 
-    Four fields have an entry for each instance type: `hardware`; `fabrics`, the links as probed on equal nodes;
-    `power_w`, the power of a rank's device, for all types or none; and `slow_from`, the result of the function
-    `slow_from`. `earlier` has the earlier jobs, newest first.
+    Four fields have an entry for each instance type: `hardware`; `fabrics`, the links measured by probes on the same
+    hardware; `power_w`, the power of a rank's device, for all types or none; and `slow_from`, the result of the
+    function `slow_from`. `earlier` has the earlier jobs, newest first.
     """
 
     facts: ModelFacts
@@ -104,7 +104,7 @@ def look_up_figures(data: JobData) -> Figures:
 
 
 def look_up_hardware(cluster: wire.ClusterSpec, precision: Precision | None = None) -> Hardware:
-    """Return the hardware figures of an instance type; its arithmetic peak is for `precision`.
+    """Return the hardware figures of an instance type, with the arithmetic peak for `precision`.
 
     A figure is None if neither the specification nor a data sheet contains it. Different names of the same device, such
     as V100-16GB and Tesla V100, are treated as equal; the CPUs of two instance types are treated as different.
@@ -127,8 +127,8 @@ def look_up_hardware(cluster: wire.ClusterSpec, precision: Precision | None = No
 def same_hardware(one: wire.ClusterSpec | wire.FabricProbe, other: wire.ClusterSpec) -> bool:
     """Return True if both specify the same hardware.
 
-    If no hardware is specified in either of them, the ranks per node must also be equal and, if both are clusters, the
-    memory.
+    If neither of them specifies its hardware, they must also have the same number of ranks per node and, if both are
+    clusters, the same memory per rank.
     """
     if any(getattr(one, name) != getattr(other, name) for name in ("instance_type", "accelerator", "network_gbps")):
         return False
@@ -192,14 +192,14 @@ def slow_from(model: wire.ModelSpec, clusters: Sequence[wire.ClusterSpec]) -> di
 
 
 def describe_guesses(spec: wire.JobSpec) -> list[str]:
-    """Return a sentence, with a remedy, for each fact about the job that was guessed for the first prediction."""
+    """Return a sentence and remedy for each fact about the job that the first prediction had to guess."""
     sentences = []
     if spec.model.flops_per_sample is None:
         sentences.append("The model's FLOPs per sample are unknown and were guessed; set model.flops_per_sample.")
     if spec.model.transposed_elements_per_sample and spec.model.precision in _HALF:
         sentences.append(
-            f"Convolutions in {spec.model.precision} convert images between memory layouts, and the guess includes "
-            "this time; to save it, convert the model and the images with .to(memory_format=torch.channels_last)."
+            f"Convolutions in {spec.model.precision} convert images between memory layouts, which the guess takes into "
+            "account; to save this time, convert the model and the images with .to(memory_format=torch.channels_last)."
         )
     names = [f"model.{name}" for name in _COUNTED if getattr(spec.model, name) is None]
     if names:
@@ -210,7 +210,7 @@ def describe_guesses(spec: wire.JobSpec) -> list[str]:
                 f"The accelerator of {cluster.instance_type} is unknown and its speed was guessed; "
                 "set cluster.accelerator, for example to V100-16GB."
                 if cluster.accelerator is None
-                else f"The service has no data sheet of {cluster.accelerator}, so its speed was guessed; if it is "
+                else f"The service has no data sheet for {cluster.accelerator}, so its speed was guessed; if it is "
                 f"similar to one of {', '.join(sorted(DEVICES))}, set cluster.accelerator to that device."
             )
         if cluster.network_gbps is None and cluster.max_nodes > 1:
@@ -276,10 +276,10 @@ def agree(one: wire.FabricProbe, other: wire.FabricProbe) -> bool:
 def build_probe(
     measured: wire.AllReduces, configuration: wire.Configuration, cluster: wire.ClusterSpec
 ) -> wire.FabricProbe | None:
-    """Return a run's all-reduces as a probe of the cluster, or None if the configuration has another number of ranks.
+    """Return a run's all-reduce timings as a probe of the cluster, or None if they are for another number of ranks.
 
     The number of nodes comes from the configuration, as for the run's samples. The measurements within a node are used
-    only if the ranks reported the same nodes.
+    only if the ranks reported the same number of nodes.
     """
     c = configuration
     if measured.num_nodes * measured.ranks_per_node != c.world_size:

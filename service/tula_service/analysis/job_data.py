@@ -27,7 +27,7 @@ _MOST_DOUBLINGS = 12
 
 @dataclass(frozen=True)
 class EarlierJob:
-    """An earlier job of the same project with its results.
+    """An earlier job of the same project, with its results.
 
     `posteriors` (by instance type) were computed by `analysis.transfer.export_posteriors` for the options in `base`.
     `prediction_pairs` has for each training run the step time that the model predicted, both ends of its interval
@@ -88,7 +88,7 @@ class JobData:
 
     @property
     def settled_noise_scale(self) -> float | None:
-        """Return the noise scale from runs with at least 100 measured steps, after which it has settled, or None."""
+        """Return the noise scale from runs of at least 100 measured steps, by which time it has settled, or None."""
         return self._noise_scale(least_steps=_SETTLED_STEPS)
 
     def _noise_scale(self, least_steps: int) -> float | None:
@@ -109,7 +109,7 @@ class JobData:
 
     @property
     def drift(self) -> str | None:
-        """Return a sentence if the newest training run's speed differs from its prediction, otherwise None."""
+        """Return a sentence if the speed of the newest training run differs from the prediction, otherwise None."""
         newest = max((run for run in self.runs if run.kind == "train"), key=lambda run: run.key, default=None)
         return None if newest is None else newest.drift_sentence
 
@@ -125,7 +125,7 @@ def devices_per_replica(model: wire.ModelSpec) -> int:
 
 
 def has_prices(spec: wire.JobSpec) -> bool:
-    """Return True if every instance type has a price, so that costs are in USD."""
+    """Return True if every instance type has a price, in which case costs are in USD."""
     return all(is_priced(cluster.price) for cluster in spec.cluster)
 
 
@@ -314,7 +314,7 @@ def _largest_batch(batch: wire.BatchSpec, memory_bound: int | None) -> int:
 
 
 def is_priced(price: wire.Price) -> bool:
-    """Return True if any of the prices is specified."""
+    """Return True if at least one of the prices is specified."""
     return price.usd_per_node_hour is not None or price.usd_per_gb_hour is not None or price.spot is not None
 
 

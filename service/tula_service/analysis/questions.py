@@ -69,7 +69,7 @@ class WhatIf(BaseModel):
         gt=0,
         le=MAX_USD_PER_HOUR,
         allow_inf_nan=False,
-        description="US dollars per node-hour, which replace the job's price.",
+        description="Price in US dollars per node-hour, which replaces the job's price.",
     )
     deadline_s: float | None = Field(
         None, gt=0, le=MAX_DURATION_S, allow_inf_nan=False, description="Seconds that the whole training run may take."

@@ -69,7 +69,7 @@ class NoiseCurve:
 def noise_curve(
     run_id: str, steps: ArrayLike, values: ArrayLike, *, global_batch_size: int, examples: float
 ) -> NoiseCurve:
-    """Return the noise scale during a training run of `examples` examples from two columns of telemetry, shape (n,).
+    """Return the noise scale during a run over `examples` examples, given the telemetry columns `steps` and `values`.
 
     The value of a part is the geometric mean over its steps. If most steps of a part have no signal, its noise is too
     high to be measured, and the value of the previous part is used. Parts before the first measured part have the same
@@ -190,9 +190,9 @@ class Outcome:
 def lost_regularisation(outcomes: Sequence[Outcome]) -> str | None:
     """Return advice if a larger batch reaches the same training loss as a smaller one but a lower validation accuracy.
 
-    A lack of steps cannot be the cause of this difference, so a learning-rate rule cannot remove it. The best of the
-    runs with the smallest batch is compared with each larger batch; the tolerances are 5 % of the loss and one
-    percentage point of accuracy. If there is no such difference, the result is None.
+    Too few steps cannot be the cause of this difference, so no learning-rate rule can remove it. The best of the runs
+    with the smallest batch is compared with each larger batch; the tolerances are 5 % of the loss and one percentage
+    point of accuracy. If there is no such difference, the result is None.
     """
     if not outcomes:
         return None

@@ -10,8 +10,8 @@
 4. The schedule is recommended if it improves the objective by at least `WORTH` over the constant batch.
 
 Increasing the batch with the noise scale was proposed by McCandlish et al. (2018, section 5). Merrill et al. (2025)
-measured on OLMo which batches training tolerates, and question whether the noise scale predicts them; therefore, the
-guard is applied as well.
+measured on OLMo which batches training tolerates, and question whether the noise scale predicts these batches.
+Therefore, the guard is applied as well.
 """
 
 from __future__ import annotations
@@ -138,14 +138,14 @@ class Ramps:
         return Ramp(stages, _total(stages, [self._relaunch(stage) for stage in stages[1:]]))
 
     def _stage(self, estimate: Estimate, first: int, end: int) -> Stage:
-        """Return the stage from part `first` to part `end`, given an `estimate` for the whole training run."""
+        """Return the stage from part `first` up to part `end`, given an `estimate` for the whole training run."""
         share = sum(self._steps_factor(estimate, noise) for noise in self.least[first:end]) / len(self.least)
         return Stage(first, end, self.least[first], _times(estimate, share))
 
     def _steps_factor(self, estimate: Estimate, noise_scale: float) -> float:
-        """Return the number of steps for the same quality at a noise scale, as a ratio to the steps in the estimate.
+        """Return the number of steps that reach the same quality at a noise scale, relative to the estimate's steps.
 
-        The ratio is 1 for objectives whose estimates have no factor on the number of steps.
+        The result is 1 if the objective does not account for additional steps.
         """
         counted = self.goal.steps_factor.get(estimate.configuration)
         if counted is None or self.goal.guard is None:
@@ -265,8 +265,8 @@ def _schedule_fields(answer: Answer, chosen: Estimate, beta2: float, curves: Seq
 def _candidates(answer: Answer, chosen: Estimate) -> list[Estimate]:
     """Return the candidates for a stage: those with the recommended variant and market that are within all limits.
 
-    If the configurations of all stages are within the deadline and the budget, the schedule without its relaunches is
-    also within them.
+    If the configuration of every stage meets the deadline and the budget, so does the schedule, apart from its
+    relaunches.
     """
     out = {exclusion.estimate.key for exclusion in answer.choice.excluded}
     return [
@@ -286,7 +286,7 @@ def _is_worth_it(ramp: Ramp, constant: Ramp, goal: Goal) -> bool:
 
 
 def _stages(answer: Answer, ramp: Ramp, beta2: float) -> list[wire.BatchStage]:
-    """Return the stages as wire models, each with a whole number of steps."""
+    """Return the stages as wire models; each stage has a whole number of steps."""
     data, base = answer.data, answer.base_batch_size
     examples, parts = data.spec.dataset.size * data.spec.epochs, ramp.stages[-1].end
     stages: list[wire.BatchStage] = []
@@ -347,8 +347,8 @@ def _keep(ramps: Ramps, ramp: Ramp | None, constant: Ramp) -> str:
     if len(ramp.stages) == 1 and ramp.total.key == constant.total.key:
         noise = f"is {least:,.0f}" if round(least) == round(most) else f"grows from {least:,.0f} to {most:,.0f}"
         return (
-            f"Keep the constant batch of {batch}: while the noise scale {noise} examples, no other batch that the "
-            "accuracy guard allows is better by the objective."
+            f"Keep the constant batch of {batch}: while the noise scale {noise} examples, the objective prefers no "
+            "other batch that the accuracy guard allows."
         )
     at_risk = guard is not None and not guard.allows(batch)
     return (

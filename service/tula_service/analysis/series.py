@@ -13,9 +13,9 @@ TREND_POINTS = 150
 def trend(steps: IntArray, values: FloatArray, points: int = TREND_POINTS) -> tuple[IntArray, FloatArray] | None:
     """Return the medians of `points` intervals with equally many values, and the middle steps of these intervals.
 
-    Medians are used because a running mean would follow a single slow step, and a mean of downsampled points would
-    follow the extremes that downsampling keeps. The result is None if `points` is zero or an interval would have fewer
-    than three values.
+    The trend uses medians, because a running mean would follow a single slow step, and a mean of downsampled points
+    would follow the extremes that downsampling keeps. The result is None if `points` is zero or an interval would have
+    fewer than three values.
     """
     has_value = ~np.isnan(values)
     if not bool(has_value.all()):

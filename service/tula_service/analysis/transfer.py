@@ -44,10 +44,10 @@ _WIDTH_BOUNDS = (0.5, 5.0)
 class EarlierEvidence:
     """The results of the project's earlier jobs that a job can use.
 
-    The scales of `lessons` come from all earlier jobs, but each combination of network and device is represented only
-    by its newest job, since repetitions provide no information about other networks. `pairs` come from training runs on
-    the job's hardware, including the job's own runs. `buckets` has the job's gradient buckets by instance type, for
-    types on which a run timed the buckets.
+    The scales of `lessons` come from all earlier jobs, but only the newest job counts for each combination of network
+    and device, since repeated jobs provide no information about other networks. `pairs` come from training runs on the
+    job's hardware, including the job's own runs. `buckets` has the job's gradient buckets by instance type, for types
+    on which a run timed the buckets.
     """
 
     lessons: Lessons = field(default_factory=Lessons)
@@ -127,8 +127,8 @@ def build_priors(
 
     `observed` contains the job's runs. Once the job has runs, an instance type starts from the generic prior unless
     earlier jobs ran on its hardware, and results of other networks are used only until three cluster sizes of the type
-    have been measured. A probe of a type's links replaces the prior of its collectives where the probe is more certain;
-    this requires either buckets timed in a run or `model.parameters`.
+    have been measured. Where a probe of a type's links is more certain than the prior of its collectives, the probe
+    replaces the prior; this requires either gradient buckets timed in a run or `model.parameters`.
     """
     believed: dict[str, StepTimePrior] = {}
     base = spec.base_options
@@ -211,7 +211,7 @@ def _as_prior(learned: Mapping[str, Any]) -> StepTimePrior:
 
 
 def _same_network(one: wire.ModelSpec, other: wire.ModelSpec) -> bool:
-    """Return True if both have the same name and step and, where specified, the same parameter count and precision."""
+    """Return True if all fields that define a step are equal, as are parameter count and precision where specified."""
     if any(getattr(one, name) != getattr(other, name) for name in _STEP_DEFINING_FIELDS):
         return False
     pairs = ((one.parameters, other.parameters), (one.precision, other.precision))

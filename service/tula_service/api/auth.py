@@ -167,9 +167,9 @@ def is_plausible(secret: str) -> bool:
 
 
 def is_same_origin(request: Request, *, unknown: bool = False) -> bool:
-    """Return True for a read, or for a write that a page of this service sent (protection against CSRF).
+    """Return True if the request only reads, or if a page of this service sent it (protection against CSRF).
 
-    If no header states the origin of a write, return `unknown`.
+    If the request writes and no header states its origin, return `unknown`.
     """
     if request.method in _SAFE:
         return True

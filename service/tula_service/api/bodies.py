@@ -37,7 +37,7 @@ class JsonRoute(APIRoute):
 
 
 class _Parsed(Request):
-    """A request with a `json()` method that returns the parsed model; FastAPI's own validation does not change it."""
+    """A request whose `json()` method returns the parsed model, which FastAPI's own validation leaves unchanged."""
 
     def __init__(self, request: Request, model: BaseModel) -> None:
         super().__init__(request.scope, request.receive)

@@ -62,7 +62,7 @@ async def get_ready(services: AppServices) -> Status:
 
 @router.get(routes.METRICS, response_class=Response)
 def get_metrics(user: CurrentUser, services: AppServices) -> Response:
-    """Return the counters of this replica's workers, and metrics that all replicas compute from the database.
+    """Return the counters of this replica's workers, and metrics from the database, which are equal on all replicas.
 
     The metrics from the database are the numbers of runs and agents, prediction errors, and metrics of the training
     runs in the token's projects.
@@ -102,7 +102,7 @@ class _Stored(Collector):
         by_state, num_agents, errors = overview(self._store)
         yield _gauge("tula_build_info", "Version of the service.", ["version"], {(__version__,): 1.0})
         yield _gauge("tula_runs", "Runs by state.", ["state"], {(state,): n for state, n in by_state.items()})
-        yield _gauge("tula_agents_seen", "Processes that measure active runs.", [], {(): num_agents})
+        yield _gauge("tula_agents_seen", "Processes that have sent samples of active runs.", [], {(): num_agents})
         recent: _Values = {(str(share),): value for share, value in errors.items()}
         yield _gauge("tula_prediction_error_recent", "Absolute relative error of step time.", ["quantile"], recent)
         running = running_trainings(self._store, self._principal)

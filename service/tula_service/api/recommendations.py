@@ -40,7 +40,8 @@ def get_recommendation(
 def get_predictions(job_id: str, user: CurrentUser, question: Annotated[WhatIf, Query()]) -> Response:
     """Return predictions for every combination of the given values.
 
-    A parameter may be repeated to give several values; if it is omitted, all its values are used.
+    A parameter may be repeated to give several values; if a parameter is omitted, the values of the job's candidates
+    are used. Omitted options are as recommended.
     """
     return Response(recommendations.predict(*user, job_id, question), media_type="application/json")
 
@@ -52,5 +53,5 @@ def get_schedule(
     objective: Annotated[Objective | None, Query(description="Replaces the job's objective.")] = None,
     beta2: Annotated[float, Query(gt=0, lt=1, description="Adam's beta2 at the base batch size.")] = 0.999,
 ) -> Response:
-    """Return a batch schedule that follows the gradient noise measured by a training run, and the savings."""
+    """Return a batch schedule based on the gradient noise that a training run measured, and what the schedule saves."""
     return Response(recommendations.schedule(*user, job_id, objective, beta2), media_type="application/json")

@@ -25,7 +25,7 @@ def claim_run(job_id: str, request: ClaimRequest, user: CurrentUser) -> RunClaim
 
 @router.post(routes.JOB_RUNS, status_code=201)
 def create_run(job_id: str, request: RunCreate, user: CurrentUser) -> Run:
-    """Register a run outside the plan: a training run, or a profiling run at a chosen configuration."""
+    """Register a run outside the plan: a training run, or a profiling run of a chosen configuration."""
     return runs.create(*user, job_id, request)
 
 

@@ -21,7 +21,7 @@ router = APIRouter(route_class=JsonRoute, tags=["scaling"], dependencies=[Depend
 @router.get(
     routes.JOB_SCALING,
     response_model=ScalingThresholds,
-    responses={304: {"description": "The values still have this ETag."}},
+    responses={304: {"description": "The values have not changed since this ETag."}},
 )
 async def get_scaling(
     job_id: str,

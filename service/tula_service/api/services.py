@@ -67,7 +67,7 @@ class Metrics:
 
 @dataclass
 class Readiness:
-    """The result of the last database check: its error, if any, and its time in monotonic seconds."""
+    """The result of the last database check: the error, if any, and the time of the check in monotonic seconds."""
 
     checked_at: float = -math.inf
     error: ServiceError | None = None

@@ -43,7 +43,9 @@ def get_job_chart(
     run: Annotated[
         list[str], Query(max_length=MAX_COMPARED, description="Runs to show in `quality`; default: all.")
     ] = [],  # noqa: B006 - FastAPI copies defaults
-    cursor: Annotated[str | None, Query(max_length=40, description="Cursor: `quality` shows older runs.")] = None,
+    cursor: Annotated[
+        str | None, Query(max_length=40, description="Cursor from which `quality` shows older runs.")
+    ] = None,
 ) -> JSONResponse:
     """Return a chart of a job.
 
@@ -65,7 +67,7 @@ def get_job_chart(
 
 @router.get("/accuracy/charts/{name}", include_in_schema=False)
 def get_chart(name: str, user: CurrentUser) -> JSONResponse:
-    """Return a chart for the accuracy page: accuracy (measured against predicted times) or calibration."""
+    """Return a chart for the accuracy page; `name` is accuracy (measured against predicted times) or calibration."""
     _check_known("service", name, ("accuracy", "calibration"))
     outcomes = ledger.outcomes(*user)
     if name == "calibration":

@@ -26,7 +26,7 @@ def tone(error: float | None) -> str:
 
 
 def tone_against(value: float, other: float) -> str:
-    """Return the CSS class for the comparison of a value with another value; smaller values are better."""
+    """Return the CSS class for a value compared with another value; a smaller value is better."""
     return "good" if value < 0.9995 * other else "bad" if value > 1.0005 * other else ""
 
 

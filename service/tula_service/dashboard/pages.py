@@ -286,7 +286,7 @@ def run_page(run_id: str, user: CurrentUser) -> HTMLResponse:
 
 
 def _seen(machine: HostFacts | None) -> list[str]:
-    """Return a script's observed behaviour, described in the terms that are used for options."""
+    """Return the settings observed in a training script, such as its precision, in the words used for options."""
     if machine is None:
         return []
     switches = {"compile": machine.compiled, "checkpointing": machine.checkpointing}
@@ -327,8 +327,8 @@ def compare_runs(
 ) -> Comparison:
     """Return the training runs that reported `column`, among the newest 200 or the 200 before `cursor`.
 
-    If `column` is None, `compare` chooses one. `only` contains the ids of the runs to compare; if it is empty, all are
-    compared. The more runs there are, the fewer points each has.
+    If `column` is None, `compare` chooses the column. `only` contains the ids of the runs to compare; if it is empty,
+    all runs are compared. The more runs there are, the fewer points are returned for each.
     """
     page = runs.list_runs(*user, job_id, kind="train", cursor=cursor, limit=MAX_COMPARED)
     listed = [run for run in page.runs if not only or run.id in only]
@@ -360,7 +360,7 @@ def _lost_regularisation(user: User, job_id: str, comparison: Comparison) -> str
 
 
 def _end(run: QualityRun) -> float:
-    """Return the mean of the last tenth of a run's values."""
+    """Return the mean of the last tenth of the values of a run's column."""
     values = [value for value in run.series.values if value is not None]
     return fmean(values[-max(1, len(values) // 10) :]) if values else math.nan
 

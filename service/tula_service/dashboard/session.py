@@ -1,4 +1,4 @@
-"""Handles login and logout, and renders errors as pages. A session is a random id in a cookie hidden from scripts."""
+"""Handles login and logout, and renders errors as pages. A session has a random id, stored in an HttpOnly cookie."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def get_login(next: str = "/") -> Response:
 
 @router.post("/login", response_class=HTMLResponse)
 async def post_login(request: Request) -> Response:
-    """Check the token and open a session. The form is parsed here, without a library, since it has only two fields."""
+    """Check the token and open a session. The form has only two fields, so it is parsed here without a library."""
     form = parse_qs((await request.body())[:4096].decode("utf-8", "replace"))
     secret, target = form.get("token", [""])[0].strip(), _local_path(form.get("next", ["/"])[0])
     if not is_same_origin(

@@ -20,8 +20,8 @@ from tula_wire.options import Options
 
 _NO_KNEE = KneeFinding(None, "no knee: there is no candidate within the limits.")
 _LEAST_CHANGED = (
-    "no candidate within the limits is clearly better, and it changes the fewest options among those that may be as "
-    "good."
+    "no candidate within the limits is clearly better, and this one changes the fewest options of the candidates that "
+    "may be as good."
 )
 _WORTH_A_SWITCH = 0.02  # a larger expected gain justifies a switch even if it may be noise, so a tie costs at most this
 
@@ -43,13 +43,13 @@ class Exclusion:
 class Choice:
     """A recommendation and the estimates considered; `chosen` is None if no estimate is within the limits.
 
-    `estimates` contains all candidates in their order, first on demand and then on spot capacity; `ineligible`
-    candidates could not be chosen. `excluded` contains every limit that a candidate exceeds; the first limit listed for
-    a candidate is the decisive one. `within_limits_is_likely` is False if every candidate might exceed a limit; the
-    chosen candidate is then the one least likely to do so. `best_is_excluded` is True if the deadline or the budget
-    excludes the candidate that would otherwise have been chosen. `merit` is the end of a sentence that says why the
-    chosen candidate is best. `expected_best` is the candidate that the objective ranks first; another candidate is
-    chosen only if it changes fewer options and may be equally good. `menu` contains up to five estimates on the
+    `estimates` contains all candidates in their order, first for on-demand and then for spot capacity; `ineligible`
+    candidates were not considered for the choice. `excluded` contains every limit that a candidate exceeds; the first
+    limit listed for a candidate is the decisive one. `within_limits_is_likely` is False if every candidate might exceed
+    a limit; the chosen candidate is then the one least likely to do so. `best_is_excluded` is True if the deadline or
+    the budget excludes the candidate that would otherwise have been chosen. `merit` is the end of a sentence that says
+    why the chosen candidate is best. `expected_best` is the candidate that the objective ranks first; another candidate
+    is chosen only if it changes fewer options and may be equally good. `menu` contains up to five estimates on the
     frontier of the candidates that the objective may choose, fastest first, including the chosen one.
     """
 
@@ -90,7 +90,7 @@ def recommend(
     unavailable: Collection[Configuration] = (),
     doubtful: Collection[Configuration] = (),
 ) -> Choice:
-    """Return the choice among the candidates, which is shown to users and verified by the planner.
+    """Return the choice among the candidates. The service shows it to users, and the planner verifies it.
 
     `memory` has the memory model of each variant and is required if prices are per GB. `unavailable` candidates failed
     to run, and `doubtful` candidates may not fit into memory. A doubtful candidate is chosen only if there is no other,
@@ -127,7 +127,7 @@ def price_candidates(
     memory: Mapping[Variant, MemoryModel] | None = None,
     assumed_peak: Interval | None = None,
 ) -> tuple[Estimate, ...]:
-    """Return the time and the cost of every candidate, first on demand and then on spot capacity.
+    """Return the time and the cost of every candidate, first for on-demand and then for spot capacity.
 
     The arguments are as in `recommend`; a variant without a memory model has a peak of `assumed_peak` bytes.
     """
@@ -158,15 +158,15 @@ def price_candidates(
 
 
 def choose(goal: Goal, estimates: Sequence[Estimate]) -> Choice:
-    """Return the best candidate for the goal's objective within its limits.
+    """Return the candidate that best meets the goal's objective within the goal's limits.
 
     A candidate with changed options must be clearly better than candidates with fewer changes. Two values are tied if
     they differ by at most 2 % and the 90 % interval of their ratio, excluding the noise of a run, includes 1. Among the
     options tied with the best value, the options with the fewest changes from the current script are chosen.
 
-    A candidate meets the deadline and the budget only if the upper end of its 90 % interval does, so it rarely exceeds
-    them. If no candidate meets them, the one whose mean meets them by the widest margin is chosen, and
-    `within_limits_is_likely` is False.
+    A candidate meets the deadline and the budget only if the upper end of its 90 % interval does, so the training run
+    rarely exceeds them. If no candidate meets both, the candidate whose mean meets them by the widest margin is chosen,
+    and `within_limits_is_likely` is False.
     """
     limits, objective = goal.limits, OBJECTIVES[goal.objective]
     excluded = tuple(exclusion for estimate in estimates for exclusion in _breaches(estimate, limits))

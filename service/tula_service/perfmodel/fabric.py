@@ -114,12 +114,12 @@ class Fabric:
 
 
 def fit_all_reduce(size_bytes: Sequence[float], time_s: Sequence[float], relative_sd: Sequence[float]) -> AllReduceCost:
-    """Return alpha and beta, fitted by Huber's loss on log seconds.
+    """Return alpha and beta, fitted with the Huber loss to log seconds.
 
-    The readings are weighted by `relative_sd`, the relative errors of their medians. Each reading is assumed to have an
-    error of at least 5 %, because communication libraries choose their algorithm by message size. Both parameters
-    become more uncertain if the readings deviate from the line. Raises ObservationError unless sizes and times are
-    positive.
+    `relative_sd` contains the relative errors of the readings' medians, which determine the weights. Each reading is
+    assumed to have an error of at least 5 %, because communication libraries choose their algorithm by message size.
+    Both parameters become more uncertain if the readings deviate from the line. Raises ObservationError unless sizes
+    and times are positive.
     """
     from scipy.optimize import least_squares  # imported here because most service processes never fit a probe
 
@@ -215,7 +215,7 @@ def with_fabric(
 ) -> StepTimePrior:
     """Return `prior`, with collectives taken from a probe of the same nodes wherever the probe is more certain.
 
-    A step reduces `buckets` by a ring of N ranks in T(N) seconds, the sum of alpha(N) + beta(N) * bytes over the
+    A ring of N ranks reduces the `buckets` of a step in T(N) seconds, the sum of alpha(N) + beta(N) * bytes over the
     buckets. s_inter and k_inter come from a line fitted to log T over log n/2 for 2 to `max_nodes` nodes; s_intra is T
     for one node with the job's ranks. s_inter and s_intra are stored in seconds, so that measured compute times do not
     change them. If the buckets were timed, the line and g come from `nearest_form`. The basis of the prior does not

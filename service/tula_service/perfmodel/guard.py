@@ -1,4 +1,4 @@
-"""Decides which global batches keep the base batch's accuracy, using bounds on the number of steps and on the noise.
+"""Decides which global batches preserve the base batch's accuracy, given the number of steps and the noise scale.
 
 S(B) = floor(E D / B) is the number of steps in the whole training run, b is the base batch, and N is the gradient noise
 scale. A batch B is allowed if
@@ -11,9 +11,9 @@ In 271 training runs of five small networks, the number of steps predicted a los
 better than the noise scale did. Of 13 combinations of a network and a number of epochs, none lost more than one point
 with these bounds; without them, 12 did. The constants depend on the rule that scales the training steps. Of the
 networks that were not used to choose the constants, one lost 2.3 ± 1.1 points. `docs/gradient-scaling.md` has the
-details. Long training runs can keep the accuracy far beyond the noise scale: ResNet-50 on ImageNet keeps it at 8,192
-examples and 14,000 steps (Goyal et al. 2017). For long runs, a batch beyond the noise scale therefore only causes a
-warning.
+details. Long training runs can preserve the accuracy with batches far beyond the noise scale: ResNet-50 on ImageNet
+does so with a batch of 8,192 examples and 14,000 steps (Goyal et al. 2017). For long runs, a batch beyond the noise
+scale therefore only causes a warning.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _SMALL_FLOAT: Final = 1e-9
 class GuardConstants:
     """The constants S0, k and q of the module's equation, measured with one training rule.
 
-    lost: pairs of a number of steps and a loss in accuracy points, which is the mean over training runs with fewer
-    steps, relative to the base batch.
+    lost: pairs of a number of steps and the mean loss of accuracy, in points relative to the base batch, of training
+    runs with fewer steps.
     """
 
     least_steps: int
@@ -73,7 +73,7 @@ class AccuracyGuard:
         return self.constants.noise_factor * (self.noise_scale + 2.0 * self.base_batch_size)
 
     def allows(self, global_batch_size: int) -> bool:
-        """Return True if training with this many examples per step should keep the base batch's accuracy."""
+        """Return True if training with this many examples per step should preserve the base batch's accuracy."""
         if global_batch_size <= self.base_batch_size:
             return True
         steps = self.steps(global_batch_size)
@@ -96,7 +96,7 @@ class AccuracyGuard:
         learning_rate_factor: float | None = None,
         divided: bool = True,
     ) -> str:
-        """Return the sentence on quality that accompanies a recommendation.
+        """Return the sentence about accuracy that accompanies a recommendation.
 
         refused_larger: True if larger batches were rejected. learning_rate_factor: the factor on the learning rate of
         the base batch, or None if unknown. divided: True if a step has several ranks or micro-steps, whose gradients
@@ -115,7 +115,7 @@ class AccuracyGuard:
             noise = f"{multiple(batch / self.supported)} times what the gradient noise supports ({self.supported:,.0f})"
         if self.allows(batch):
             if steps >= LONG_STEPS and not self.within_noise(batch):
-                return f"{counted}; {noise}, but published training runs of this length kept their accuracy."
+                return f"{counted}; {noise}, but published training runs of this length lost no accuracy."
             train = "train with `TulaOptimizer`" if divided else UNDIVIDED
             if divided and learning_rate_factor is not None:
                 train += f", rate x {multiple(learning_rate_factor)}"
@@ -125,7 +125,12 @@ class AccuracyGuard:
             return f"Accuracy at risk: {counted}; {noise}. {remedy}"
         lost = self.constants.lost
         said = next(
-            (f"networks lost {points:g} points on average below {n} steps" for n, points in lost if steps < n), ""
+            (
+                f"networks trained for fewer than {n} steps lost {points:g} points on average"
+                for n, points in lost
+                if steps < n
+            ),
+            "",
         )
         said = said or f"fewer than {self.constants.least_steps} steps may be too few"
         return f"Accuracy at risk: only {counted}; {said}. {remedy}"

@@ -47,7 +47,7 @@ class Interval:
         return Interval(self.mean + other.mean, self.low + other.low, self.high + other.high)
 
     def times(self, other: Interval) -> Interval:
-        """Return the product of two positive values, conservatively assuming that errors have the same direction."""
+        """Return the product of two positive values, conservatively assuming errors in the same direction."""
         return Interval(self.mean * other.mean, self.low * other.low, self.high * other.high)
 
     def over(self, other: Interval) -> Interval | None:

@@ -90,7 +90,7 @@ class Posterior:
 
     `prior` is the prior of the fit; if the prior did not include a compute scale c, c comes from the data. `start` is
     the posterior of the nearest measured variant of the same instance type; half of that variant's residual is expected
-    to apply to this variant as well.
+    to apply to the new variant as well.
     """
 
     prior: StepTimePrior
@@ -152,9 +152,9 @@ class Posterior:
     def without_prior(self) -> StepTimePrior:
         """Return the posterior from this job's measurements and the generic prior, as a prior for later jobs.
 
-        The prior of the fit is divided out. Otherwise, a job that used only one GPU would pass on other jobs' results
-        about communication, which would then be counted again as measurements. The factor by which the misfit
-        of the job changes the deviations applies only to parameters that the job measured.
+        The prior of the fit is divided out. Otherwise, a job that used only one GPU would pass on what other jobs
+        measured about communication, and later jobs would count these measurements twice. The factor by which the
+        misfit of the job changes the deviations applies only to parameters that the job measured.
         """
         own, generic, in_seconds = self._moments([m.covariance for m in self.members]), generic_prior(), _IN_SECONDS
         factor = float(self.member_weights @ [member.variance_factor for member in self.members])
@@ -320,7 +320,7 @@ def _levenberg_marquardt(
     whitener: FloatArray,
     reference: float,
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return theta at the maximum of the posterior, with the whitened residuals and their derivatives by theta there.
+    """Return theta at the posterior's maximum, and the whitened residuals and their derivatives at this theta.
 
     The residuals are in the following order: log step times, log compute times, logs of the once-per-step part, prior.
     """

@@ -185,11 +185,11 @@ def fit_memory(observed: MemoryObservations, *, shards: Shards = Shards(), besid
     """Return the lines fitted to the readings, to counted bytes, and to batches that ran out of memory.
 
     Counted static bytes are treated as a reading at a batch of 0. If the static bytes were not counted, they are
-    assumed to be 0.7 of the smallest reading, with a standard deviation of the same size. If there are also readings at
-    only one batch, the growth with the batch is undetermined, and the model has a note. A batch that ran out of memory
-    is treated as a reading of the full capacity if the line predicts less. Readings and counted bytes are for one of
-    `shards.most_ranks` ranks, and do not include the context of `beside`. Raises ObservationError if there are no
-    readings and the bytes per sample are unknown.
+    assumed to be 0.7 times the reading at the smallest batch, with a standard deviation of the same size. If, in
+    addition, all readings are at one batch, the growth with the batch is undetermined, and the model's notes say so. A
+    batch that ran out of memory is treated as a reading of the full capacity if the line predicts less. Readings and
+    counted bytes are for one of `shards.most_ranks` ranks, and do not include the context of `beside`. Raises
+    ObservationError if there are no readings and the bytes per sample are unknown.
     """
     batches, peaks, notes = _usable(observed)
     static, counted = observed.static_bytes, observed.bytes_per_sample
@@ -213,7 +213,7 @@ def fit_memory(observed: MemoryObservations, *, shards: Shards = Shards(), besid
     upper = _upper_line(batches, peaks, float(line[1]))
     ascending = peaks[np.lexsort((peaks, batches))]
     if bool((np.diff(ascending) < -_FALL * ascending[:-1]).any()):
-        notes.append("Memory fell while the batch grew; one reading may come from a run that ran out of memory.")
+        notes.append("Memory use fell although the batch grew; one reading may come from a run that ran out of memory.")
     if batches.size and float(batches.max()) >= failed_from:
         notes.append(
             f"Batch {failed_from:g} ran out of memory, but batch {batches.max():g} also has a measured peak. One of "
@@ -238,8 +238,8 @@ def _reading_sds(peaks: FloatArray) -> FloatArray:
 def _upper_line(batches: FloatArray, peaks: FloatArray, slope_of_all: float) -> tuple[float, float]:
     """Return the line, as (bytes, bytes per example), through the readings at two large batches.
 
-    The two are the largest batch, and the largest batch of at most half that size. The result is (0, 0) unless there is
-    a third, smaller batch and the line rises clearly faster than the line through all readings.
+    The two batches are the largest batch, and the largest batch that is at most half as large. The result is (0, 0)
+    unless there is a third, smaller batch and the line rises clearly faster than the line through all readings.
     """
     read = {batch: float(np.median(peaks[batches == batch])) for batch in np.unique(batches).tolist()}
     halves = [batch for batch in read if 2.0 * batch <= max(read)]

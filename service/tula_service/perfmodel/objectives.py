@@ -49,10 +49,10 @@ class Goal:
     """The goal of a choice: the objective, the amount of training, the prices and the limits.
 
     `offers` has on-demand prices and `spot_offers` the prices of interruptible capacity, both by instance type; every
-    instance type needs one of the two. `steps_factor` is the factor by which a candidate needs more steps for the same
-    quality; a candidate without an entry has the factor 1. `priced` is True if costs are in dollars rather than
+    instance type needs one of the two. `steps_factor` has the factor by which a candidate needs more steps to reach the
+    same quality; a candidate without an entry has the factor 1. `priced` is True if costs are in dollars rather than
     node-hours. `usd_per_hour_of_waiting` is the cost of each hour that somebody waits for the training to finish.
-    `guard` decides which batches keep the accuracy; None allows all batches. `batch_normalization` is True if the
+    `guard` decides which batches preserve the accuracy; None allows all batches. `batch_normalization` is True if the
     network has batch normalization layers, which lose accuracy if they normalize over many examples. `sharded` is True
     if ranks share the optimizer's work. `power_w` is the power of a rank's device by instance type, for either all
     types or none. `options` has the values of each option of the job, starting with the value that the script currently
@@ -74,7 +74,7 @@ class Goal:
     options: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def normalized_too_widely(self, local_batch_size: int) -> int:
-        """Return by how many examples a micro-step exceeds batch normalization's limit of twice the base batch."""
+        """Return by how many examples a micro-step exceeds twice the base batch, the limit for batch normalization."""
         if not self.batch_normalization or self.guard is None:
             return 0
         return max(0, local_batch_size - 2 * self.guard.base_batch_size)
@@ -123,7 +123,7 @@ class Objective:
         return True
 
     def rank(self, goal: Goal, allowed: Sequence[Estimate]) -> list[Estimate]:
-        """Return the estimates with the best first; `allowed` must not be empty."""
+        """Return the estimates, best first; `allowed` must not be empty."""
         return sorted(allowed, key=lambda e: (e.time_s.expected, e.cost_usd.expected, tie_break(e)))
 
     def next_best(self, ranked: Sequence[Estimate]) -> Estimate | None:
@@ -177,7 +177,7 @@ class _Compromise(Objective):
 
 
 class _Balanced(_Compromise):
-    """A compromise among the batches that keep the accuracy; if a price of waiting is set, minimises the total cost."""
+    """A compromise among batches that preserve the accuracy; minimises the total cost if waiting has a price."""
 
     def value(self, goal: Goal, estimate: Estimate) -> Interval:
         if goal.priced and goal.usd_per_hour_of_waiting is not None:
@@ -233,7 +233,7 @@ class _Balanced(_Compromise):
         )
 
     def _kept(self, goal: Goal, allowed: Sequence[Estimate]) -> list[Estimate]:
-        """Return the estimates whose batch keeps the accuracy or, if there are none, those with the smallest batch."""
+        """Return the estimates whose batch preserves the accuracy; if there are none, those with the smallest batch."""
         kept = [e for e in allowed if self.may_choose(goal, e.configuration.global_batch_size)]
         least = min(e.configuration.global_batch_size for e in allowed)
         return kept or [e for e in allowed if e.configuration.global_batch_size == least]
@@ -277,7 +277,7 @@ OBJECTIVES: Final[Mapping[Name, Objective]] = {
 
 
 def find_knee(frontier: Sequence[Estimate]) -> KneeFinding:
-    """Return the knee of log cost over log time on the frontier, found by Kneedle (Satopaa 2011).
+    """Return the knee of log cost over log time on the frontier, found with Kneedle (Satopaa 2011).
 
     The search covers the frontier up to three times the shortest time. On the frontier, additional time saves much
     money before the knee, and little after the knee. A curve of time over batch would be unsuitable, because Kneedle

@@ -37,7 +37,7 @@ class PaperFit:
     dof: float
 
     def predict_step(self, points: Points) -> LogStepTimes:
-        """Return the predicted measurement of one run at each of n points; its deviation grows with the leverage."""
+        """Return the predicted measurement of one run at each of n points; the uncertainty grows with the leverage."""
         columns = _columns(points, self.form)
         parts = columns * self.coefficients
         mean = np.maximum(parts.sum(axis=1), _LEAST)

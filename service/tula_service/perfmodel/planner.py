@@ -1,4 +1,4 @@
-"""Chooses the configurations to profile next, each with its purpose, or explains why profiling is over."""
+"""Chooses the configurations to profile next and states their purpose, or explains why profiling is over."""
 
 from __future__ import annotations
 
@@ -329,11 +329,11 @@ def design(
     allowed: Collection[Configuration] | None = None,
     used: Collection[Configuration] = (),
 ) -> list[Configuration]:
-    """Return the most informative candidates, the largest cluster of each type first, then the smallest cluster.
+    """Return the most informative candidates, starting with each type's largest cluster, then its smallest.
 
-    The largest cluster is first because the model's predictions are worst for clusters larger than any that was
-    measured. If there is a goal, the run on the largest cluster uses the batch that is expected to be best there, and
-    the variances of candidates are weighted by the goal: a candidate that is expected to cost twice as much as the best
+    The largest cluster comes first because predictions are worst for clusters that are larger than all measured ones.
+    If there is a goal, the run on the largest cluster uses the batch that is expected to be best there, and the
+    variances of candidates are weighted by the goal: a candidate that is expected to cost twice as much as the best
     candidate has a quarter of the best candidate's weight. The design chooses among the `allowed` candidates (by
     default, all candidates); `used` configurations have been or will be measured.
     """
@@ -519,7 +519,7 @@ def expected_gain(choice: Choice, runnable: Collection[Configuration]) -> float:
 
 
 def _expected_gains(choice: Choice, runnable: Collection[Configuration]) -> dict[Launch, dict[Configuration, float]]:
-    """Return the expected improvement of the best value's logarithm by each configuration, grouped by launch."""
+    """Return by how much each configuration is expected to improve the best value's logarithm, grouped by launch."""
     assert choice.expected_best is not None
     best, barred = choice.goal.value(choice.expected_best), choice.barred
     shortest = _shortest_steps(choice)
@@ -539,7 +539,7 @@ def _expected_gains(choice: Choice, runnable: Collection[Configuration]) -> dict
 def _shortest_steps(choice: Choice) -> dict[tuple[Configuration, bool], float]:
     """Return the shortest plausible step times of unmeasured estimates, by key.
 
-    Each is given as the distance of its logarithm from the mean, in standard deviations.
+    Each step time is expressed as the distance of its logarithm from the logarithm of the mean, in standard deviations.
 
     Additional ranks only add communication, so a step is assumed to be no shorter than the mean step with the same
     local batch on a smaller cluster, less two standard deviations. Without this assumption, the planner would launch

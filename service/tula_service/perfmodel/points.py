@@ -113,7 +113,7 @@ class Points:
 
     @cached_property
     def _rows_by_variant(self) -> dict[Variant, npt.NDArray[np.intp]]:
-        """Return the row numbers of each variant; a scan of all rows for each variant would be slow."""
+        """Return the row numbers of each variant; scanning all rows once per variant would be slow."""
         rows = defaultdict[Variant, list[int]](list)
         for row, variant in enumerate(self.variant):
             rows[variant].append(row)

@@ -115,9 +115,9 @@ class Limits:
 def spot_slowdown(spot: Spot | None, num_nodes: int) -> float:
     """Return the expected wall time of a synchronous job on `num_nodes` spot nodes, relative to uninterrupted nodes.
 
-    With L = num_nodes * (rate of interruptions per node), an interval of length tau between checkpoints is expected to
-    take (1/L + R) * (exp(L tau) - 1), where R is the time of a restart (Daly 2006, without the cost of checkpoints).
-    The ratio is infinite if the job would practically never finish.
+    With L = num_nodes * (interruptions per node and time), the work between two checkpoints, which takes tau without
+    interruptions, is expected to take (1/L + R) * (exp(L tau) - 1), where R is the time of a restart (Daly 2006,
+    without the cost of checkpoints). The ratio is infinite if the job would practically never finish.
     """
     if spot is None:
         return 1.0

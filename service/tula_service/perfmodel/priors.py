@@ -91,13 +91,13 @@ class StepTimePrior:
     covariance: FloatArray | None = None
 
     def __post_init__(self) -> None:
-        """Raise ObservationError unless each parameter has a finite mean, and a positive standard deviation that agrees
-        with `covariance`.
-        """
+        """Raise ObservationError unless `mean` is finite, and `sd` is positive and consistent with `covariance`."""
         object.__setattr__(self, "mean", column("prior mean", self.mean, NUM_PARAMETERS))
         object.__setattr__(self, "sd", column("prior sd", self.sd, NUM_PARAMETERS, above=0.0))
         if self.covariance is not None and not np.allclose(np.diag(self.covariance), self.sd**2):
-            raise ObservationError("prior covariance: its diagonal must have the squares of the prior sd.")
+            raise ObservationError(
+                "the diagonal of the prior covariance must equal the squares of the prior standard deviations."
+            )
 
     @property
     def precision(self) -> FloatArray:
@@ -202,13 +202,14 @@ class Priors:
 
 
 def generic_prior() -> StepTimePrior:
-    """Return the prior of any synchronous data-parallel job, which was derived from 43 measured grids.
+    """Return the prior of any synchronous data-parallel job, derived from 43 grids of measured step times.
 
-    Means and deviations were chosen by the error of held-out predictions on grids of Pollux (Apache-2.0), Gavel (MIT),
-    ElasticFlow, DLPerf and TensorFlow's benchmarks (Apache-2.0), and then rounded. On average, the floor is a third of
-    the compute at the largest batch, the collective takes 4 % of the compute time for two ranks of a node and 30 % for
-    two nodes, and about a third of the communication that could overlap does not overlap. The once-per-step part is 3 %
-    of the compute; this value comes from tables of training with gradient accumulation that are not in the project.
+    Means and standard deviations were chosen for a low error of held-out predictions on grids from Pollux (Apache-2.0),
+    Gavel (MIT), ElasticFlow, DLPerf and TensorFlow's benchmarks (Apache-2.0), and then rounded. On average, the floor
+    is a third of the compute at the largest batch, the collective takes 4 % of the compute time for two ranks of a node
+    and 30 % for two nodes, and about a third of the communication that could overlap does not overlap. The
+    once-per-step part is 3 % of the compute; this value comes from measurements of gradient accumulation that are not
+    part of the repository.
     """
     return StepTimePrior(
         mean=np.array(
@@ -418,11 +419,11 @@ def scale_from_jobs(guess: StepTimePrior, error: ScaleError, earlier: Sequence[S
 def prior_from_other_type(learnt: StepTimePrior, measured: Hardware, other: Hardware) -> StepTimePrior:
     """Return the prior of a network on one instance type, given its runs on another type (basis `transfer`).
 
-    The shape is kept. If W is the memory bandwidth of a device and L the bandwidth of a link, then c' = c W / W', a' =
-    a c / c' and s' = s (c / c') (L / L'). The memory bandwidth is used because step times correlate with it more
-    closely than with the arithmetic peak, since each generation of devices reaches a different share of its peak. If a
-    figure of either type is unknown, the means do not change and c is less certain. Uncertain figures also make c less
-    certain.
+    The shape of the step-time curve is kept. If W is the memory bandwidth of a device and L the bandwidth of a link,
+    then c' = c W / W', a' = a c / c' and s' = s (c / c') (L / L'). The memory bandwidth is used because step times
+    correlate with it more closely than with the arithmetic peak, since each generation of devices reaches a different
+    share of its peak. If a figure of either type is unknown, the means do not change and c is less certain. Uncertain
+    figures also make c less certain.
     """
 
     def times(name: str) -> float | None:

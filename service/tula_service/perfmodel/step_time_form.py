@@ -80,7 +80,7 @@ def to_seconds(entries: Sequence[int]) -> FloatArray:
 class Terms:
     """The log seconds of the parts of a step, shape (n,): whole step, compute, collectives, once-per-step part.
 
-    The slopes, shape (n, 11), are the derivatives of the whole step and of its compute by theta.
+    The slopes, shape (n, 11), are the derivatives of the whole step and of its compute with respect to theta.
     """
 
     step: FloatArray
@@ -160,7 +160,7 @@ class ResidualScales:
     At one batch, all clusters share the deviation `batch`, for example due to the choice of a kernel. On one cluster,
     all batches share the deviation `cluster`, for example due to link contention. Neighbouring configurations share the
     deviation `both`; each configuration also has the independent deviation `own`, and each run the deviation `noise`.
-    With the default `noise`, the intervals of choices have the stated coverage if runs differ by 3 %.
+    With the default `noise`, intervals for chosen candidates have the stated coverage if repeated runs differ by 3 %.
     """
 
     batch: float = 0.041

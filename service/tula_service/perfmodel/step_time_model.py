@@ -64,9 +64,10 @@ class InputWait:
         return np.hypot(self.relative_sd * wait_s, slower.predict(points, rest_s) - wait_s)
 
     def with_loader(self, factor: float) -> InputWait:
-        """Return the waits if the loader takes `factor` times as long per example.
+        """Return the waits for a loader that takes `factor` times as long per example.
 
-        The standard deviation is half of the change, because more workers shorten only a part of the loading time.
+        The standard deviation is half of the change, because additional workers shorten only a part of the loading
+        time.
         """
         s_per_example = self.s_per_example * factor
         unsure = 0.5 * abs(self.s_per_example - s_per_example)
@@ -195,7 +196,7 @@ class StepTimeModel:
         return wait.with_loader(math.exp(faster)) if faster else wait
 
     def _extrapolated(self, points: Points) -> npt.NDArray[np.bool_]:
-        """Return a mask of the points outside their variant's measured range, including all of unmeasured variants."""
+        """Return a mask of the points outside their variant's measured range, or whose variant was not measured."""
         outside = np.ones(len(points), dtype=np.bool_)
         seen = Points.of([]) if self.observations is None else self.observations.points
         for variant in set(seen.variant):

@@ -51,7 +51,7 @@ _WORKERS: Final = frozenset({"num_workers", "workers", "loader_workers", "datalo
 
 
 class Launch(NamedTuple):
-    """The properties that are fixed during a launch, whose configurations differ only in the local batch."""
+    """A launch: all its configurations have these properties, and differ only in the local batch."""
 
     instance_type: str
     num_nodes: int
@@ -128,7 +128,7 @@ def _directed(effect: Effect, forwards: bool, backwards: bool) -> Effect:
 
 
 def further_switches(start: Options, base: Options, options: Options) -> int:
-    """Return how many switches from `start` to `options` are made while another option differs from the base."""
+    """Return how many switches from `start` to `options` happen while another option differs from its base value."""
     made = len(switches(start, options))
     return made if switches(base, start) else max(made - 1, 0)
 
@@ -154,7 +154,7 @@ def nearest_for_waits(variant: Variant, measured: Iterable[Variant]) -> Variant 
 
 
 class Start(NamedTuple):
-    """What is known about a variant before its own runs.
+    """The prior knowledge about a variant, which does not include its own runs.
 
     `prior` is its prior, or None if nothing is known; `posterior` belongs to the measured variant that shares its
     residual, or is None if there is no such variant.

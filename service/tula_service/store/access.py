@@ -79,7 +79,7 @@ class Tokens(Repository):
         return Token(**row)
 
     def by_hash(self, sha256: str) -> Token | None:
-        """Return the token with this hash, even if expired or revoked, or the token of this open session."""
+        """Return the token whose secret or open session has this hash; the token may be expired or revoked."""
         session = sa.select(sessions.c.token_id).where(sessions.c.sha256 == sha256, sessions.c.expires_at > self._now())
         condition = (tokens.c.sha256 == sha256) | (tokens.c.id == session.scalar_subquery())
         row = self._row(sa.select(*_TOKEN).where(condition))
@@ -109,7 +109,7 @@ class Tokens(Repository):
         self._connection.execute(sa.update(tokens).where(*own, *due).values(expires_at=until))
 
     def touch(self, token_id: str) -> None:
-        """Set the token's time of last use to the current time."""
+        """Record that the token was used just now."""
         self._connection.execute(sa.update(tokens).where(tokens.c.id == token_id).values(last_used_at=self._now()))
 
     def ever_made(self) -> bool:

@@ -58,7 +58,7 @@ class Archive:
             ) from error
 
     def write(self, engine: sa.Engine, table: str) -> None:
-        """Write a detached partition to `TABLE-00001.parquet` and further files, in the order of its primary key.
+        """Write a detached partition to `TABLE-00001.parquet` and further files, sorted by primary key.
 
         The columns are job_id, run_id, rank, boot_id, sequence (of the chunk), step, name and value. If an earlier
         attempt has already written all rows of the table, nothing is written. Raises StoreUnavailable if a file cannot
@@ -160,10 +160,10 @@ def _num_values(engine: sa.Engine, table: str) -> int:
 
 
 def _parts(engine: sa.Engine, table: str, values_at_once: int) -> Iterator[pa.Table]:
-    """Yield the values of all chunks in the order of the primary key, in parts of at least `values_at_once` values.
+    """Yield the values of all chunks, sorted by primary key, in parts of at least `values_at_once` values.
 
     Each page of chunks is read in a separate transaction, which is safe because the table no longer changes. A single
-    transaction could last for hours, during which Postgres could not remove dead rows from any table.
+    transaction could last for hours and prevent Postgres from removing dead rows from any table in this time.
     """
     query = sa.text(
         "SELECT runs.job_id, runs.id AS run_id, run_key, rank, boot_id, sequence, num_steps, columns, payload"

@@ -19,7 +19,7 @@ class Fabrics(Repository):
     """The table of fabric probes; `tula_wire.FabricProbe` defines the content of a probe."""
 
     def add(self, project_id: str, instance_type: str, probe: JsonObject, *, job_id: str | None = None) -> datetime:
-        """Store a probe, mark the plans affected by it as stale, and return the time of storage.
+        """Store a probe, mark the plans that it affects as stale, and return the time at which it was stored.
 
         If a run measured the probe, `job_id` is the run's job, and only this job's plan is marked as stale; otherwise,
         the plans of all open jobs of the project are marked as stale. Only the newest 50 probes with the same project,

@@ -1,4 +1,4 @@
-"""Stores jobs, one per idempotency key, and lists them in pages at a cost that does not depend on their number."""
+"""Stores jobs, one per idempotency key, and lists them in pages at a cost independent of the number of jobs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Jobs(Repository):
     def create(
         self, project_id: str, spec: JsonObject, *, idempotency_key: str | None = None, fingerprint: str | None = None
     ) -> tuple[JobRecord, bool]:
-        """Create a job and return (job, True), or return (existing job, False) if one has the same key or request.
+        """Create a job and return (job, True), or (existing job, False) if a job has the same key or request.
 
         `fingerprint` is a digest of the request; a job with the same `idempotency_key` takes precedence over a job with
         the same fingerprint. Raises Conflict if the key was already used with a different request.
@@ -223,7 +223,7 @@ class Jobs(Repository):
         return self._connection.execute(statement.order_by(jobs.c.key)).scalars().all()
 
     def deleting(self) -> Sequence[str]:
-        """Return the ids of jobs whose deletion has begun and may have been interrupted."""
+        """Return the ids of jobs whose deletion has begun but has not finished, perhaps because it was interrupted."""
         return self._connection.execute(sa.select(jobs.c.id).where(jobs.c.state == _DELETING)).scalars().all()
 
     def delete(self, job_id: str) -> None:

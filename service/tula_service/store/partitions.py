@@ -1,4 +1,4 @@
-"""Creates and drops the monthly telemetry partitions on Postgres; each holds the runs created in its month.
+"""Creates and drops the monthly telemetry partitions on Postgres; each holds the telemetry of one month's runs.
 
 The key of a run is its month, such as 202611, times 10^9 plus a sequence number (the column's default), so the runs of
 a month have a contiguous range of keys. All chunks of a run are in the same partition, even if they arrive late or are
@@ -44,7 +44,7 @@ _OLDEST: Final = f"SELECT min(relname) {_OF_MONTHS} AND relispartition"
 
 
 def create_ahead(engine: sa.Engine) -> None:
-    """Create the missing partitions for the current month and the following MONTHS_AHEAD. Raises StoreUnavailable."""
+    """Create the missing partitions for this month and the next MONTHS_AHEAD months. Raises StoreUnavailable."""
     if is_sqlite(engine):
         return
     existing = _tables(engine)
@@ -148,7 +148,7 @@ def _alter(
     locks: Sequence[str],
     allowed: Callable[[sa.Connection], bool] = lambda _: True,
 ) -> bool:
-    """Acquire `locks` in the given order and execute `statements`; return False if the change is then not `allowed`.
+    """Acquire `locks` in the given order and execute `statements`; return False if `allowed` then forbids the change.
 
     The timeout for `locks` exceeds one second, since Postgres cancels a vacuum that blocks a lock for that long. The
     timeout for the parent table, which all requests use, is shorter than Postgres's deadlock timeout. If a lock is not
@@ -180,7 +180,7 @@ def _alter(
 
 
 def _months(engine: sa.Engine) -> list[int]:
-    """Return the current month and the following MONTHS_AHEAD, such as 202611, according to the database's clock.
+    """Return this month and the next MONTHS_AHEAD months, such as 202611, according to the database's clock.
 
     The same clock determines the keys of runs.
     """

@@ -189,12 +189,12 @@ class Leases(Repository):
         if current is not None and current != number:
             raise Conflict(
                 f"Lease {number} of this run has ended, and the run has returned to the plan or has another holder: "
-                "stop working on it.",
+                "stop working on the run.",
                 field=LEASE_HEADER,
             )
 
     def claim(self, job_id: str, *, holder: str, lease_s: float, max_nodes: int | None = None) -> RunRecord | None:
-        """Lease the next pending profiling run and return it, or return None if no run can be claimed now.
+        """Lease and return the next pending profiling run, or return None if no run can be claimed now.
 
         Runs with an expired lease count as pending. Two claimants never get the same run, since Postgres skips rows
         that another transaction has locked, and SQLite allows one writer at a time.
@@ -213,7 +213,7 @@ class Leases(Repository):
         return self._lease([key], holder, lease_s, self._now() + timedelta(seconds=lease_s), int(last) + 1)[0]
 
     def claim_launch(self, run: RunRecord) -> list[RunRecord]:
-        """Lease the pending runs that differ from `run` only in local batch size to its holder, and return them."""
+        """Lease to the holder of `run` the pending runs that differ only in local batch size, and return them."""
         pending = sa.select(runs.c.key).where(*_same_launch(run), runs.c.state == "pending")
         keys = list(self._connection.execute(pending.with_for_update(skip_locked=True)).scalars())
         return self._lease(keys, run.holder, run.lease_s, run.lease_expires_at, run.lease)

@@ -1,4 +1,4 @@
-"""Stores step samples as rows, and a summary of each run, so that more rows do not make fits slower."""
+"""Stores step samples as rows, and a summary of each run, so that fits do not slow down as rows are added."""
 
 from __future__ import annotations
 
@@ -100,9 +100,9 @@ class Samples(Repository):
     def add(self, run_key: int, job_id: str, batch: SampleBatch) -> int:
         """Store a batch and return the number of new rows; rows that were already stored keep their values.
 
-        A row is identified by run, rank, boot id and sequence number. New rows increase the run's counts; new rows and
-        changed memory readings increment the job's data version. The values that a process reports about itself are
-        taken from its newest batch.
+        A row is identified by run, rank, boot id and sequence number. New rows increase the run's counts, and both new
+        rows and changed memory readings increment the job's data version. The values that a process reports about
+        itself are taken from its newest batch.
         """
         if self._postgres:
             # Lock the job's row before the run's row, like a deletion; see the lock order in store/database.py.
@@ -132,7 +132,7 @@ class Samples(Repository):
     def step_times(
         self, run_key: int, *, rank: int = 0, first_step: int | None = None, last_step: int | None = None
     ) -> tuple[IntArray, FloatArray]:
-        """Return the step numbers and step times of a rank's measured rows in order, at most the last 200,000 rows."""
+        """Return the step numbers and step times of a rank's last measured rows (at most 200,000), in step order."""
         rows = SampleFilter(rank=rank, first_step=first_step, last_step=last_step)
         columns = self._measured(run_key, ("step", "step_time_s"), rows, _MOST_STEP_TIMES)
         return columns["step"], columns["step_time_s"]
@@ -361,7 +361,7 @@ class Samples(Repository):
         return values
 
     def _reach(self, source: int, after: int, most: int) -> tuple[int, int]:
-        """Return the number of rows after `after`, counting at most `most`, and the sequence number of the last row."""
+        """Return the number of rows after `after`, counting at most `most`, and the last counted sequence number."""
         table = step_samples.c
         some = (
             sa.select(table.sequence)

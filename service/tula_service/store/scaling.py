@@ -12,7 +12,7 @@ from tula_service.store.tables import scaling_numbers
 
 
 class Scaling(Repository):
-    """The table of gradient-scaling values, with one row for each pair of job and policy whose values were set."""
+    """The table of gradient-scaling values, with one row per job and policy for which values were set."""
 
     def read(self, job_id: str, policy: str) -> dict[str, Any] | None:
         """Return the values of a policy, including `version`, or None if they were never set."""

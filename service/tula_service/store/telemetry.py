@@ -314,7 +314,7 @@ class _History:
             self._thin()
 
     def points(self) -> Series:
-        """Return the kept points, and the total number of points that were added."""
+        """Return the points that were kept, and the total number of points that were added."""
         self._thin()
         steps, values = _in_order(self._kept) if self._kept else (np.zeros(0, np.int64), np.zeros(0))
         return Series(steps, values, steps.size + self._left_out)

@@ -210,7 +210,7 @@ def visible_projects(store: Store, caller: Principal) -> Sequence[Project]:
 
 
 def check_still_valid(tx: Transaction, principal: Principal) -> None:
-    """Raise Unauthenticated if the caller's token or session has ended since the caller was authenticated.
+    """Raise Unauthenticated if the caller's token or session is no longer valid.
 
     Event streams call this function repeatedly, because they stay open for a long time.
     """
@@ -262,7 +262,7 @@ class KnownRuns:
             self._runs.pop(run_id, None)
 
     def should_emit_event(self, run_id: str) -> bool:
-        """Return True at most once per second for each run, which is often enough for readers of events."""
+        """Return True at most once per second for each run, since readers of events need no more."""
         with self._lock:
             is_due = run_id not in self._announced
             if is_due:
@@ -271,7 +271,7 @@ class KnownRuns:
 
 
 class _Trusted(NamedTuple):
-    """A cached principal, with the monotonic times at which its secret must be checked again and becomes invalid."""
+    """A cached principal, with the monotonic times at which its secret must be checked again and expires."""
 
     check_at: float
     ends_at: float
@@ -295,7 +295,7 @@ class Access:
         self.forget_all()
 
     def cached(self, secret: str | None) -> Principal | None:
-        """Return the principal of a secret if the secret was checked recently, else None; this requires no query.
+        """Return the principal of a secret if the secret was checked recently, else None; never query the database.
 
         If the secret is None, the caller has no token.
         """

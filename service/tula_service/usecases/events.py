@@ -29,7 +29,7 @@ def last_id(store: Store, principal: Principal, job_id: str) -> int:
 def read_on(store: Store, principal: Principal, job_id: str, after: int, *, limit: int = 200) -> list[wire.Event]:
     """Return the events after this id, oldest first; the caller's access to the job must already have been checked.
 
-    Raises Unauthenticated if the caller's token or session has ended, and NotFound if the job was deleted.
+    Raises Unauthenticated if the caller's token or session is no longer valid, and NotFound if the job was deleted.
     """
     with store.reading() as tx:
         check_still_valid(tx, principal)

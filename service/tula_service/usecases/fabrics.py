@@ -25,7 +25,7 @@ def add(store: Store, principal: Principal, probe: wire.FabricProbe) -> wire.Fab
 
 
 def add_of_run(store: Store, run_id: str, measured: wire.AllReduces) -> None:
-    """Store measurements by a run's ranks as a probe of its cluster, unless a stored probe has at least as many ranks.
+    """Store a run's link measurements as a probe of its cluster, unless a stored probe has at least as many ranks.
 
     This rule limits how often an agent can make its job's plan stale by sending probes. Measurements are ignored if the
     number of ranks differs from the run's number of ranks.

@@ -88,7 +88,7 @@ def load_noise_curves(tx: Transaction, data: JobData) -> list[NoiseCurve]:
 
 
 def stored_probes(tx: Transaction, job: JobRecord) -> list[wire.FabricProbe]:
-    """Return the probes of the job's instance types sent by the project's users or by the job's runs, newest first.
+    """Return the probes of the job's instance types that the project's users or the job's runs sent, newest first.
 
     A probe from a run of another job is included only if a probe from a third job agrees with it, so that one job's
     token cannot change the recommendations for other jobs.

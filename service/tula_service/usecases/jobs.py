@@ -184,7 +184,7 @@ def _patched(spec: wire.JobSpec, patch: wire.JobPatch) -> wire.JobSpec:
 
 
 def _check_model(spec: wire.JobSpec) -> None:
-    """Raise InvalidInput if the values of the model contradict each other or the values of the devices.
+    """Raise InvalidInput if fields of the model contradict each other or the specified devices.
 
     This function is called only at registration, so that older jobs can still be changed.
     """
@@ -285,7 +285,9 @@ def prune_store(
     now = store.now()
     before = None if telemetry_older_than is None else now - telemetry_older_than
     if before is not None and is_sqlite(store.engine):
-        raise InvalidInput("TULA_TELEMETRY_DAYS requires Postgres, which stores telemetry by month: leave it out.")
+        raise InvalidInput(
+            "TULA_TELEMETRY_DAYS requires Postgres, which stores telemetry by month: unset it for SQLite."
+        )
     months = () if before is None else partitions.due(store.engine, before=before)
     with store.reading() as tx:
         old = tx.jobs.archived_before(now - older_than)

@@ -53,7 +53,7 @@ def _device(entry: LedgerRecord, spec: JsonObject) -> str:
 
 
 def followed(tx: Transaction, job: JobRecord, configuration: Configuration) -> str | None:
-    """Return the id of a recommendation that is the newest for its objective and has this configuration, or None.
+    """Return the id of a recommendation of this configuration that is its objective's newest, or None.
 
     The recommendation for the job's own objective takes precedence.
     """

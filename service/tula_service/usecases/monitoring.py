@@ -60,7 +60,7 @@ def spent_until_now(tx: Transaction, run: RunRecord) -> str:
 
 
 def _spent(spec: wire.JobSpec, run: RunRecord, until: datetime | None) -> tuple[float, float]:
-    """Return the seconds and dollars (0 without prices) spent by a run and the runs that it continues."""
+    """Return the seconds and dollars (0 without prices) that a run and the runs that it continues have spent."""
     if run.monitor is None:
         return 0.0, 0.0
     monitor = Monitor.read(run.monitor)

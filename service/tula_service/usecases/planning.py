@@ -1,4 +1,4 @@
-"""Computes a job's plan and recommendation once after each change, and stores both.
+"""Computes the plan and the recommendation of a job once after each change to the job, and stores both.
 
 A fit runs on a read-only snapshot, so that no writer waits for it. If anything other than measurements changes during
 the fit, the computation is repeated; after four attempts, the job's lock is held during the computation. Each
@@ -49,7 +49,7 @@ def replan(store: Store, job_id: str) -> str:
 def answer(
     store: Store, compute: Compute, job_id: str, objective: Objective | None, *, plan: bool, keep: bool = True
 ) -> str:
-    """Analyse a job, store the recommendation (and the plan if `plan`), and return the recommendation as JSON.
+    """Analyse a job, store the recommendation (with `plan`, also the plan), and return the recommendation as JSON.
 
     The caller must hold the turn (`Fits.turn`) that yielded `compute`. If `keep` is False because the caller has
     read-only access, nothing is stored, not even in the ledger.

@@ -66,7 +66,7 @@ def claim(store: Store, principal: Principal, job_id: str, request: wire.ClaimRe
 def _claimed(
     store: Store, principal: Principal, job_id: str, request: wire.ClaimRequest, *, replanned: bool = False
 ) -> wire.RunClaimed | None:
-    """Return the claimed run or the reason why no run is available; return None if the only reason is a stale plan."""
+    """Return the claimed run, or the reason why no run is available, or None if the only reason is a stale plan."""
     with store.transaction() as tx:
         job = visible_job(tx, principal, job_id)
         if job.state == "archived":
@@ -88,7 +88,7 @@ def _claimed(
             return None
     if not active:
         return wire.RunClaimed(run=None, reason=job.plan_reason or "The plan is complete.")
-    reason = f"{len(active)} run(s) are in progress elsewhere; the plan may continue when they end."
+    reason = f"{len(active)} run(s) are in progress elsewhere; the plan may continue after these runs end."
     if pending := [run.configuration.num_nodes for run in active if run.state == "pending"]:
         reason = f"Every remaining run needs at least {min(pending)} nodes: set max_nodes to {min(pending)} or more."
     return wire.RunClaimed(run=None, reason=reason, retry_after_s=_RETRY_AFTER_S)
@@ -221,7 +221,7 @@ def _continued_run(tx: Transaction, job_id: str, request: wire.RunCreate) -> Run
         before = None
     if before is None or before.job_id != job_id or before.kind != "train" or request.kind != "train":
         raise InvalidInput(
-            f"{request.continues!r} is not a training run of this job: use the id of one, or omit `continues`.",
+            f"{request.continues!r} is not a training run of this job: use a training run's id, or omit `continues`.",
             field="continues",
         )
     return before
@@ -355,7 +355,7 @@ def _patched(tx: Transaction, run_id: str, request: wire.RunPatch) -> RunRecord:
 
 
 def _repeats(run: RunRecord, state: RunState) -> bool:
-    """Return True if a report only repeats an earlier report: launcher and agent may both report the end of a run."""
+    """Return True if a report only repeats an earlier one, since launcher and agent may both report a run's end."""
     mismatch = run.kind == "profile" and run.configuration_mismatch is not None
     refused = mismatch or run.end_cause == "no_samples"
     reported = "succeeded" if refused and run.state == "failed" else run.state

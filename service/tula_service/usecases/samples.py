@@ -32,7 +32,7 @@ class SampleIngest:
         self._runs = runs
 
     def store(self, principal: Principal, run_id: str, batch: SampleBatch, lease: int | None = None) -> SamplesAccepted:
-        """Store and commit a batch of samples; the result states whether the run may stop. Resent rows are duplicates.
+        """Store and commit a batch of samples; the result states whether the run may stop, and counts resent rows.
 
         Raises NotFound, Conflict if `lease` is not the run's current lease, and InvalidInput for a rank that exceeds
         both the run's world size and the world size that its process observed.
@@ -95,7 +95,7 @@ def _parsed(cursor: str) -> SampleCursor:
 
 
 def _stop_advice(tx: Transaction, run: RunRecord) -> tuple[bool, str | None]:
-    """Return advice on whether the sender should end the run, with a reason; refresh a profiling run's summary.
+    """Return advice on whether the run should end, with a reason; for a profiling run, also refresh the summary.
 
     The agent uses this advice only to detect that the run has ended, since it decides for itself when to stop
     (`Profiling.ends`).

@@ -116,7 +116,7 @@ def newest_values(store: Store, principal: Principal, run_id: str, columns: Iter
 def read_with_trend(
     store: Store, principal: Principal, query: SeriesQuery
 ) -> tuple[TelemetrySeries, TelemetrySeries | None]:
-    """Return a column of a run and its smoothed trend, or None instead of the trend if there are too few points.
+    """Return a column of a run and its smoothed trend; the trend is None if there are too few points.
 
     If the step time was not sent as telemetry, it is read from the run's samples. Raises NotFound for an unknown run or
     column.

@@ -98,7 +98,7 @@ def test_upload_sends_what_waits_and_keeps_what_is_refused(sink: Sink, tmp_path:
     again = CliRunner().invoke(command(upload), [str(tmp_path), "--url", sink.url])
     assert again.exit_code == 1
     assert "1 were refused (" in again.stderr
-    assert "check TULA_URL and TULA_TOKEN and send them again, or delete them" in again.stderr
+    assert "check TULA_URL and TULA_TOKEN, then upload the requests again or delete their files" in again.stderr
 
 
 def test_an_upload_without_a_service_loses_nothing(sink: Sink, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_an_upload_without_a_service_loses_nothing(sink: Sink, tmp_path: Path) -
 
 
 def test_two_uploads_at_once_lose_nothing(tmp_path: Path) -> None:
-    """While the first upload waits, the agent writes again, and a second upload reads that but cannot send it."""
+    """During the first upload, the agent spools another request, which a second upload reads but cannot send."""
     spool = Spool(tmp_path / "r-0-boot.spool", 2**20)
     items = [SpooledRequest("POST", "/v1/runs/r/samples", b'{"n": %d}' % n, 1) for n in range(2)]
     spool.append(items[0])

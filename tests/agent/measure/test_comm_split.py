@@ -1,4 +1,4 @@
-"""Tests how the times from all ranks are divided into compute, communication, skew and straggler of a step."""
+"""Tests how the times of all ranks divide a step into compute, communication and skew, and identify the straggler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ seconds = st.floats(0.001, 1.0)
 
 @given(compute=st.lists(seconds, min_size=2, max_size=8), communication=seconds)
 def test_the_least_exposed_time_over_ranks_is_the_communication(compute: list[float], communication: float) -> None:
-    """Ranks compute for different times and then reduce; the wait of a faster rank is skew, not communication."""
+    """Ranks compute for different times and then all-reduce; the wait of a faster rank is skew, not communication."""
     slowest = max(compute)
     step = slowest + communication
     timings = {rank: CommTiming(0, step, 0.0, step - own, step - own) for rank, own in enumerate(compute)}
@@ -42,7 +42,7 @@ def test_ranks_that_arrive_at_the_same_time_have_no_straggler() -> None:
 
 
 class Timed(torch.nn.parallel.DistributedDataParallel):
-    """A DDP model that reports its iteration count, and 3 ms of communication for the last one, 1 ms of it hidden."""
+    """A DDP model that reports its iteration count and, for the last one, 3 ms of communication with 1 ms hidden."""
 
     def __init__(self) -> None:
         torch.nn.Module.__init__(self)
@@ -58,7 +58,7 @@ class Timed(torch.nn.parallel.DistributedDataParallel):
 
 @pytest.mark.parametrize("every_micro_step", [False, True])
 def test_every_reduction_of_a_step_counts_that_of_each_micro_step_and_each_model(every_micro_step: bool) -> None:
-    """Without `no_sync`, one model is reduced twice per step, the other once; times are read once or twice."""
+    """Without `no_sync`, one model is all-reduced twice per step; the other, once. The times are read once or twice."""
     models = [Timed(), Timed()]
     split = CommSplit(list(models), profiling=True)
     found = []

@@ -1,7 +1,7 @@
-"""Tests the device's clock: events are reused, nothing waits, and wall time is used where events fail.
+"""Tests that the device clock reuses events, never waits, and falls back to wall time if events fail.
 
-This machine needs no CUDA device: `Event` and `Driver` below are small hand-written stand-ins for a device that
-advances only when the test advances it. `python -m benchmarks.gpu` runs `clock_for` and a capture on a real device.
+The tests need no CUDA device: `Event` and `Driver` below are small hand-written stand-ins for a device that advances
+only when the test advances it. `make test-gpu` tests the clock and a CUDA graph capture on a real device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tula_agent.ship.request_builder import Identity, RequestBuilder
 
 
 class Device:
-    """A stream that passes events in the order of their recording, separated by the time of the queued work."""
+    """A stream that reaches events in the order in which they were recorded, each after the work queued before it."""
 
     def __init__(self) -> None:
         self.now_ms = 0.0

@@ -12,7 +12,7 @@ from tula_agent.torch_private import norm_squared
 
 
 def optimizer_of(*gradients: torch.Tensor) -> torch.optim.Optimizer:
-    """Return an optimizer with parameters that have these gradients."""
+    """Return an optimizer whose parameters have these gradients."""
     parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
@@ -57,7 +57,7 @@ def test_variability_is_equation_5_of_two_steps_in_a_row() -> None:
 
 
 def test_a_fused_optimizer_that_unscales_by_itself_has_its_true_norm() -> None:
-    """In the step of such an optimizer, gradients are still scaled, and `grad_scale` is the scale of the GradScaler."""
+    """When such an optimizer steps, gradients are still scaled, and its `grad_scale` is the GradScaler's scale."""
     read: dict[str, float] = {}
     parameter = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([parameter], lr=0.1, fused=True)

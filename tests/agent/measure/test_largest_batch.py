@@ -1,4 +1,4 @@
-"""Tests that the largest batch is predicted from the memory of smaller ones, and is at least the largest that ran."""
+"""Tests that the largest batch is predicted from the memory of smaller batches and is never below one that ran."""
 
 from __future__ import annotations
 

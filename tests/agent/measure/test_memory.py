@@ -1,4 +1,4 @@
-"""Tests the memory of each component, and the estimate before anything runs."""
+"""Tests the measured memory of each component, and the estimate of a model's memory before any training."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Classifier(nn.Module):
 
 
 def test_half_precision_logits_are_copied_to_single_precision_by_no_kernel_of_a_gpu() -> None:
-    """At the peak, logarithms and the loss's gradient are float32, and the logits' gradient is half precision."""
+    """At the peak, the log-softmax and its gradient are float32, and the gradient of the logits is half precision."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         estimate = estimate_memory(Classifier(), torch.randn(4, 8))
     assert estimate.activation_bytes_per_sample == pytest.approx(4096 * (4 + 4 + 2), rel=0.01)
@@ -185,7 +185,7 @@ def test_a_sample_without_a_batch_is_refused_in_one_sentence() -> None:
 
 
 def test_a_depthwise_network_costs_what_its_groups_do_and_recomputes_nothing() -> None:
-    """PyTorch's counter counts the backward pass of a grouped convolution like that of a full convolution."""
+    """PyTorch's FLOP counter counts the backward pass of a grouped convolution as if the convolution had no groups."""
     net = torch.nn.Sequential(
         torch.nn.Conv2d(3, 16, 3, padding=1),
         torch.nn.Conv2d(16, 16, 3, padding=1, groups=16),
@@ -230,7 +230,7 @@ def test_the_largest_tensor_of_a_convolution_is_counted_by_example() -> None:
 
 
 def test_images_that_convolutions_read_or_make_in_channels_first_memory_are_counted_by_example() -> None:
-    """A convolution transposes input and output once forward, and once backward for each of its two gradients."""
+    """A convolution transposes two tensors in the forward pass, and two more for each gradient that it computes."""
     network = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 4, 3), nn.Sigmoid())
     images = torch.randn(2, 3, 10, 10)
     image, hidden, out = 3 * 100, 16 * 100, 4 * 64

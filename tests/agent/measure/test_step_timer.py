@@ -58,7 +58,7 @@ def test_a_watched_optimizer_ends_steps_and_teaches_the_accumulation() -> None:
 
 
 def micro_steps_of(timer: StepTimer, stepping: list[bool]) -> list[int]:
-    """Return the micro-steps of each step that ends; `stepping` says after which batches the optimizer steps."""
+    """Return the micro-steps of each completed step; `stepping` says after which batches the optimizer steps."""
     timer.watched = True
     timer.want_batch()
     found = []

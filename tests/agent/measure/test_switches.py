@@ -1,4 +1,4 @@
-"""Tests which of a script's switches the agent detects in one step, and its warning about an option without effect."""
+"""Tests which switches of a script, such as autocast, the agent detects in a step, and when it warns about options."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Network(nn.Module):
 
 @pytest.fixture
 def frames() -> Iterator[dict[str, int]]:
-    """Yield the counters of what torch.compile has compiled in this process, and clear them afterwards."""
+    """Yield torch.compile's counters of compiled frames, and clear them after the test."""
     import torch._dynamo.utils
 
     yield torch._dynamo.utils.counters["frames"]
@@ -52,7 +52,7 @@ def seen(network: nn.Module, *, autocast: torch.dtype | None = None) -> dict[str
 
 
 def said(network: nn.Module, options: dict[str, str], *, autocast: torch.dtype | None = None) -> list[str]:
-    """Return the agent's sentences after one watched step."""
+    """Return the agent's warnings about `options` after one watched step."""
     return list(contradictions(options, seen(network, autocast=autocast) | {"loader_workers": 0}))
 
 

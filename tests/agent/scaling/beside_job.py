@@ -22,7 +22,7 @@ SIZES = {"global_batch_size": 64, "small_batch_size": 8}
 
 
 class Unturned(Gain):
-    """A gain policy that does not turn directions, so that only factors differ between optimizers."""
+    """A gain policy that leaves directions unchanged, so that optimizers differ only in their factors."""
 
     damping = None
 
@@ -64,7 +64,7 @@ def train(make: Made) -> dict[str, Any]:
 
 
 def returns_before_others_join() -> bool:
-    """Return True if a step of rank 0 returns before rank 1 begins its own, with a reduction in flight."""
+    """On rank 1, return whether rank 0's step returned before rank 1 joined its reduction; on rank 0, return False."""
     store = dist.distributed_c10d._get_default_store()  # the one that ranks have in common; torch has no public name
     weight = nn.Parameter(torch.ones(8))
     optimizer = TulaOptimizer(torch.optim.SGD([weight], lr=0.01), **SIZES)

@@ -1,6 +1,6 @@
 """Provides a fixture that runs a job on several ranks, one process each, and collects the result of every rank.
 
-The tensors in these tests are tiny: a second thread would only wait for the first, for minutes on a busy machine.
+The tensors in these tests are so small that a second thread per rank would only wait, on a busy machine for minutes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trains with accelerate and with Lightning around TulaOptimizer; prints a JSON line for all ranks.
+"""Trains with TulaOptimizer in accelerate and in Lightning; prints one JSON line for all ranks.
 
 Each rank sees different data; the digest of the weights and the factor show whether the replicas are identical.
 """

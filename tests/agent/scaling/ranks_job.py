@@ -1,4 +1,4 @@
-"""Trains for 60 (or 25) steps in each scenario, or in the named ones; prints one JSON line for all ranks.
+"""Trains for 60 or 25 steps in each scenario, or only in the scenarios named; prints one JSON line for all ranks.
 
 Each rank trains on different data. Each record contains digests of the weights at several steps, so that a test can
 compare ranks.
@@ -27,7 +27,7 @@ LONG = ("gain", "ags")
 
 
 class Alone(Gain):
-    """A gain policy that does not turn directions."""
+    """A gain policy that leaves the direction of every step unchanged."""
 
     damping = None
 

@@ -20,7 +20,7 @@ def variability(gradients: Sequence[torch.Tensor], previous: Sequence[torch.Tens
 
 
 def ags_factor(small: torch.Tensor, large: torch.Tensor, *, s_min: float, s_max: float) -> torch.Tensor:
-    """Return Algorithm 1's factors of one parameter, element by element: min(|g_small| / (|g_large| + eps), s_max).
+    """Return Algorithm 1's factors for one parameter, element by element: min(|g_small| / (|g_large| + eps), s_max).
 
     The paper divides by g_large + eps and then takes the magnitude. A negative g_large near -eps would then give
     infinity or NaN, which a clamp does not remove, so this function takes the magnitudes first. Lemma 1 requires s >=
@@ -43,9 +43,9 @@ def algorithm_1(
 ) -> list[torch.Tensor]:
     """Run Algorithm 1 line by line with plain SGD; return the weights after the last step.
 
-    `gradient(w, batch)` is the gradient of f, and `sample(batch)` the sub-batch b_small of b_large. This function
+    `gradient(w, batch)` returns the gradient of f, and `sample(batch)` the sub-batch of size b_small. This function
     differs from the paper in two points: s_min is 1e-3, since Lemma 1 requires s_min > 0, and the first step, which has
-    no step before it, counts as sensitive.
+    no predecessor, counts as sensitive.
     """
     gradscale = [torch.ones_like(w) for w in weights]
     before = None
@@ -67,9 +67,9 @@ def algorithm_1(
 
 
 def gain_of_parts(parts: Sequence[torch.Tensor], *, batch_ratio: float) -> float:
-    """Return AdaScale's gain of one step from the flat gradients of n equal parts of a batch, at most B/b.
+    """Return AdaScale's gain of one step, at most B/b, from the flat gradients of n equal parts of a batch.
 
-    Sigma is the sample covariance of the parts; |G|^2 is |mean|^2 minus the noise in it.
+    Sigma is the sample covariance of the parts; |G|^2 is |mean|^2 minus the variance of the mean.
     """
     count = len(parts)
     mean = torch.stack([part.double() for part in parts]).mean(dim=0)

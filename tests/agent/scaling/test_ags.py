@@ -1,4 +1,4 @@
-"""Tests that `ags` is the paper's Algorithm 1, and `static` its equation 8."""
+"""Tests that `ags` implements Algorithm 1 of the paper, and `static` its equation 8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the direction of a step: levelled above the noise, of unchanged length, or SGD's own without an estimate."""
+"""Tests that a step's direction is levelled above the noise and keeps its length, and is SGD's without an estimate."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def exact_root(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def exact_direction(update: torch.Tensor, level: float) -> torch.Tensor:
-    """Return the direction by the first equation of `direction.py`, in float64."""
+    """Return the direction that the first equation of `direction.py` defines, in float64."""
     wide = update.double()
     direction = exact_root(wide @ wide.T + level * torch.eye(len(wide))) @ wide
     return direction * (wide.norm() / direction.norm())
@@ -53,7 +53,7 @@ def turned(update: torch.Tensor, level: float) -> torch.Tensor:
 
 
 def corrected(updates: torch.Tensor, *levels: float) -> torch.Tensor:
-    """Return D - U, the change of direction, of matrices with these noise levels."""
+    """Return D - U, the change of direction, for each matrix and its noise level."""
     return torch.stack(corrections([*updates], torch.tensor(levels)))
 
 
@@ -155,7 +155,7 @@ def test_the_iteration_for_gpus_finds_the_inverse_root_of_what_it_may_get(condit
 
 
 def test_the_noise_level_spreads_the_noise_of_the_momentum_buffer_over_the_rows():
-    """A buffer of noise has 1 / (1 - mu^2) of a step's noise; the level is a quarter of its mean square per row."""
+    """The buffer has 1 / (1 - mu^2) times a step's noise; the level is a quarter of its mean squared norm per row."""
     draw = torch.Generator().manual_seed(0)
     buffer = torch.zeros(20, 50)
     squares = []
@@ -234,7 +234,7 @@ def trained(
     autocast: bool = False,
     rate: float | torch.Tensor = 0.01,
 ) -> nn.Sequential:
-    """Train a small network in steps of four micro-steps, with a batch that is eight times the small one; return it."""
+    """Train a small network in steps of four micro-steps and return it; the batch is eight times the small batch."""
     net = network()
     options = {"momentum": 0.9} if inner is torch.optim.SGD else {}
     sgd = inner([{"params": list(net.parameters()), "direction": turned}], lr=rate, **options)
@@ -374,7 +374,7 @@ def test_the_steps_of_other_optimizers_keep_their_directions(inner):
 
 
 def noises(optimizer: TulaOptimizer) -> list[float]:
-    """Return V of each matrix: the last numbers in a checkpoint, one per parameter, except NaN (no matrix)."""
+    """Return the noise V of each matrix, from the end of a checkpoint; other parameters have NaN there."""
     parameters = sum(len(group["params"]) for group in optimizer.param_groups)
     by_parameter: list[float] = optimizer.state_dict()["param_groups"][0]["tula"].tolist()[-parameters:]
     return [noise for noise in by_parameter if not math.isnan(noise)]
@@ -383,7 +383,7 @@ def noises(optimizer: TulaOptimizer) -> list[float]:
 def noises_after(
     steps: int, *, loss_scale: float = 1.0, clip: float | None = None, parts: int = 4
 ) -> list[list[float]]:
-    """Return V after each step of gradients with known noise; an element of the mean has the variance 1 / `parts`."""
+    """Return the noise V of each matrix after each step; each element of the mean has the variance 1 / `parts`."""
     large, small = nn.Parameter(torch.zeros(4, 6)), nn.Parameter(torch.zeros(2, 4))
     optimizer = TulaOptimizer(torch.optim.SGD([large, small], lr=0.0, momentum=0.9), global_batch_size=8 * parts)
     draw = torch.Generator().manual_seed(0)

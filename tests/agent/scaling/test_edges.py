@@ -1,4 +1,4 @@
-"""Tests TulaOptimizer in conditions of real jobs: other precisions, odd parameters, changed groups and policies."""
+"""Tests TulaOptimizer with what real jobs use: other precisions, unusual parameters, changed groups and policies."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_parameters_removed_after_a_backward_pass_leave_no_held_gradient_behind(
 
 @pytest.mark.parametrize("observed", ["whole", "parts", "twice"])
 def test_the_batch_size_is_counted_from_observed_batches_for_telemetry_and_checkpoints(observed):
-    """The agent observes each micro-step's batch, a script each step's; steps that GradScaler skips do not count."""
+    """The agent observes micro-batches and a script whole batches; steps that GradScaler skips do not count."""
     noise = {}
     for given in (True, False):
         model = network()

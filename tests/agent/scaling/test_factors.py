@@ -148,7 +148,7 @@ def test_an_invalid_answer_of_the_service_is_refused_with_the_name_of_the_field(
 
 
 def test_to_host_records_its_event_on_the_device_of_the_vector(monkeypatch):
-    """If a script does not set the current device, an event of the wrong device would be complete immediately."""
+    """If a script does not set the current device, an event on the wrong device would be complete immediately."""
 
     class OnSecond:
         device, shape, dtype = torch.device("cuda", 1), (2,), torch.float64

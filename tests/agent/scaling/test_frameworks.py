@@ -1,4 +1,4 @@
-"""Tests that Lightning and accelerate train with TulaOptimizer as with any other, with accumulation and schedulers."""
+"""Tests TulaOptimizer in Lightning and accelerate, with gradient accumulation and learning-rate schedulers."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_one_rank_without_micro_steps_is_told_only_above_the_base_batch(small_ba
 
 @pytest.mark.parametrize(("longer", "said"), [(1.0, 0), (10.0, 1)])
 def test_gradients_that_are_regularly_clipped_are_named_once(longer, said, caplog):
-    """Every eighth step has gradients of `longer` times the length, like those of a second task."""
+    """The gradients of every eighth step are `longer` times as long, like those of a second task."""
     torch.manual_seed(0)
     model = nn.Linear(32, 8)
     optimizer = TulaOptimizer(sgd(model, lr=1e-4), global_batch_size=64, small_batch_size=8)

@@ -17,7 +17,10 @@ SAMPLES = 8.0
 
 
 def step(signal: float, noise: float) -> tuple[float, float, float]:
-    """Return the expected squared norms if |G|^2 is `signal` and S/B is `noise`."""
+    """Return the expected squared norms of a part's gradient and of the mean, and the number of parts.
+
+    The arguments are |G|^2 (`signal`) and S/B (`noise`).
+    """
     return signal + noise * SAMPLES, signal + noise, SAMPLES
 
 

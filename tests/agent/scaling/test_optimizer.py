@@ -1,4 +1,4 @@
-"""Tests TulaOptimizer in one process: factors equal the formulas, and checkpoints continue bit for bit."""
+"""Tests TulaOptimizer in one process: factors equal the formulas, and training resumes from checkpoints bit for bit."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_gain_of_a_step_is_adascales_and_scales_the_learning_rate_of_the_nex
     ("factor", "clip"), [(65536.0, None), (1.0, 0.01), (65536.0, 0.01), (4.0, None)], ids=["amp", "clip", "both", "sum"]
 )
 def test_loss_scale_clipping_and_summed_accumulation_do_not_change_the_gain(factor, clip):
-    """The gain equals that of the same run without them, since one least-squares factor removes all three."""
+    """One least-squares factor removes all three, so the gain equals that of a run without them."""
     gains = []
     for scale, limit in ((1.0, None), (factor, clip)):
         model = network()

@@ -59,7 +59,7 @@ def test_gradients_held_for_a_common_kernel_give_the_weights_of_those_read_one_b
 
 
 def test_every_policy_that_scales_does_and_a_compressed_gradient_is_not_taken_for_noise(two_ranks):
-    """PowerSGD changes gradients by more than a factor, so these steps are not measured and the gain remains 1."""
+    """PowerSGD changes more than the scale of a gradient, so these steps are not measured and the gain remains 1."""
     for name, records in two_ranks.items():
         scaled = any(abs(factor - 1.0) > 1e-3 for factor in records[0]["factors"])
         assert scaled == (name not in ("measure", "none", "unwrapped", "gain-powersgd")), name

@@ -1,4 +1,4 @@
-"""Trains with accelerate in the script's own loop; the library accumulates, and batches are those of transformers."""
+"""Trains with accelerate in a hand-written loop; accelerate accumulates gradients, and batches are BatchEncodings."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""Trains with one bottleneck: bound.py BY, one of data, compute, launches, straggler, communication, nothing.
+"""Trains with one bottleneck: `bound.py data|compute|launches|straggler|communication|nothing`.
 
-The bottleneck takes a fixed share of every step, not a number of seconds, which is more than a busy machine adds.
+The bottleneck takes a fixed share of every step, which is more than a busy machine adds.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def layers() -> Iterator[nn.Module]:
 
 
 def slow_reduction(_state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with classes
-    """Reduce a bucket, which takes twice as long as everything else on every rank."""
+    """Reduce a bucket in twice the time that everything else in a step takes, on every rank."""
     reduced = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
 
     def done(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Runs one of many kinds of training loop without a call of the agent: `kinds.py KIND`.
+"""Runs one kind of training loop that never calls the agent: `kinds.py KIND`.
 
-The loops use two ranks if the environment variables say so, and batches of 8; a loop that runs to its end prints
+The loops use batches of 8, and two ranks if the environment variables say so; a loop that runs to its end prints
 "complete".
 """
 
@@ -74,7 +74,7 @@ def own_batches_accumulated() -> None:
 
 
 def loader_per_episode(batches: int = 1) -> None:
-    """Train in episodes with new data each, as in federated learning; the first rank drops the data."""
+    """Train in episodes with new data each, as in federated learning; only rank 0 frees the data of past episodes."""
     model, optimizer = classifier()
     kept = []
     for _ in range(4 * PASSES // batches):
@@ -90,7 +90,7 @@ def loader_per_episode_of_three() -> None:
 
 
 def loader_per_step(*, of_lists: bool = False) -> None:
-    """Train on several batches of a new task in each step, as in meta learning; the first rank drops the tasks."""
+    """Train on several batches of a new task in each step, as in meta learning; only rank 0 frees the past tasks."""
     model, optimizer = classifier()
     kept = []
     for _ in range(4 * PASSES):
@@ -108,7 +108,7 @@ def list_per_step() -> None:
 
 
 def evaluated_with_gradients() -> None:
-    """Train with an evaluation that lacks `no_grad`."""
+    """Train, and evaluate without `no_grad` after each epoch."""
     model, optimizer = classifier()
     held_out = DataLoader(examples(9), 3)
     for _ in range(PASSES):
@@ -131,7 +131,7 @@ def critic_twice() -> None:
 
 
 def gradient_penalty() -> None:
-    """Train with `autograd.grad` over the parameters in each step, which is not a micro-step."""
+    """Train with a call of `autograd.grad` over the parameters in each step; the call is not a micro-step."""
     model, optimizer = classifier()
     x, y = torch.randn(BATCH, WIDTH), torch.randint(0, CLASSES, (BATCH,))
     for _ in range(4 * PASSES):
@@ -198,12 +198,12 @@ def finds_its_batch(first: int = BATCH, fits: int = 5) -> None:
 
 
 def lowers_to_its_batch() -> None:
-    """Begin with a batch of 16, and go down to the batch of the run."""
+    """Try batches from 16 down to the batch of the run, which is the first that fits."""
     finds_its_batch(2 * BATCH, BATCH)
 
 
 def detection() -> None:
-    """Train on batches that are a tuple of images of several sizes and a tuple of dictionaries, as in torchvision."""
+    """Train on torchvision's detection batches: a tuple of images of different sizes and a tuple of dictionaries."""
     model, optimizer = classifier()
     images = [(torch.randn(3, 4 + number % 2, 4), {"label": number % CLASSES}) for number in range(64)]
 

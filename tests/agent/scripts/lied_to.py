@@ -1,7 +1,7 @@
-"""Trains with each policy while the service sends a wrong response before every step; prints what it could change.
+"""Trains with each policy while the service sends a wrong response before every step; prints what might change.
 
-Every line but the last is the same without a service. The last line has the longest pause of this rank's training
-thread in seconds, the peak memory of the process in KiB, and the longest exchange with the service in seconds.
+All lines except the last are the same without a service. The last line contains the longest pause of this rank's
+training thread in seconds, the peak memory of the process in KiB, and the longest exchange with the service in seconds.
 """
 
 import argparse
@@ -56,7 +56,7 @@ class Asking:
 
 
 def train(policy: str, arguments: argparse.Namespace) -> float:
-    """Train once; return the longest time of a step, or of a short sleep during the agent's work."""
+    """Train once; return the longest duration of a step, or of a short sleep while the agent works."""
     torch.manual_seed(3)
     model: nn.Module = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
     if dist.is_initialized():

@@ -1,6 +1,6 @@
-"""Trains with two Trainers without callbacks of the script, and prints the callbacks that they have.
+"""Trains with two Trainers to which the script gives no callbacks, and prints the callbacks that they have.
 
-The arguments are the package, and `--measures-itself` to import the agent first.
+The arguments are the Lightning package and, optionally, `--measures-itself`, which imports the agent first.
 """
 
 import sys

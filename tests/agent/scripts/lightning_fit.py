@@ -1,4 +1,4 @@
-"""Trains with Lightning a model that is built in the script."""
+"""Uses Lightning to train a model that the script builds."""
 
 import os
 import pickle
@@ -36,7 +36,7 @@ class Module(pl.LightningModule):
 
 
 class Pulls(Module):
-    """A module that takes its batches from the loader."""
+    """A module whose training step takes the batches from the loader itself."""
 
     def training_step(self, dataloader_iter):
         batch, index, _ = next(dataloader_iter)

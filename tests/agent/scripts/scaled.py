@@ -1,4 +1,4 @@
-"""Trains ranks with a TulaOptimizer; each prints at which step it received which numbers from the service."""
+"""Trains with a TulaOptimizer; each rank prints which numbers it received from the service, and at which step."""
 
 import os
 import time

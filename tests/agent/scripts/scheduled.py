@@ -1,6 +1,6 @@
-"""Trains by the batch schedule in the `schedule.py` of a folder: `scheduled.py transformers|lightning FOLDER`.
+"""Trains according to the batch schedule in FOLDER/schedule.py: `scheduled.py transformers|lightning FOLDER`.
 
-Each launch of the schedule is a separate trainer; it prints its last step, and its learning rate and beta2 during
+Each launch of the schedule has a separate trainer, which prints its last step, and its learning rate and beta2 during
 training.
 """
 

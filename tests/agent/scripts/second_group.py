@@ -33,7 +33,7 @@ def train(bare: nn.Module, run: tula_agent.Run) -> None:
 
 
 def wait_until_joined(run: tula_agent.Run) -> None:
-    """Wait until the ranks have exchanged their measurements through a store that ends with the process group."""
+    """Wait until the ranks have exchanged their measurements through a store that closes with the process group."""
     if run.recorder is not None:
         readings = run.recorder.readings
         while run.recorder.requests.waiting or readings.steps or readings.comm:

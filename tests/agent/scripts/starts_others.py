@@ -1,4 +1,4 @@
-"""Trains on one rank and starts another process in its loop, by fork or by a command, which trains as well."""
+"""Trains on one rank; its loop forks or launches another process, which trains as well."""
 
 from __future__ import annotations
 

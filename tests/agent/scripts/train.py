@@ -86,9 +86,9 @@ def end(name: str) -> None:
 
 
 def fork_a_child_that_logs(run: Any) -> None:
-    """Fork a child that logs a value and ends like a child of multiprocessing.
+    """Fork a child that logs a value and exits like a child of multiprocessing.
 
-    Any other end would fail: the destructor of a DDP model joins threads that the child does not have.
+    Any other exit would fail: the destructor of a DDP model joins threads that the child does not have.
     """
     child = os.fork()
     if child == 0:
@@ -135,7 +135,7 @@ def print_digest(model: nn.Module, label: str = "weights") -> None:
 
 
 def join_group(spawned: bool) -> None:
-    """Join the process group; with `spawned`, without variables that name the rank, as under mp.spawn."""
+    """Join the process group; if `spawned`, do so without environment variables for the rank, as under mp.spawn."""
     if spawned:
         place = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

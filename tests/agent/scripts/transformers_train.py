@@ -1,4 +1,4 @@
-"""Trains with the Hugging Face Trainer a model that is built from its configuration, so nothing is downloaded."""
+"""Uses the Hugging Face Trainer to train a model that is built from a configuration, so nothing is downloaded."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""Runs a loop without the agent's calls as the start-up hook does; evaluates in every fifth step."""
+"""Trains in a loop that never calls the agent, with the hook's optimizer callback; evaluates in every fifth step."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Prints what a measured and scaled training run has changed in its process; the script changes none of it itself."""
+"""Prints what a measured and scaled training run has changed in its process; the script itself changes none of it."""
 
 from __future__ import annotations
 

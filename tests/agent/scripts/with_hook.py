@@ -1,4 +1,4 @@
-"""Runs a script without the agent's calls as the start-up hook would, without starting Python again."""
+"""Does what the start-up hook would do for a script that never calls the agent, without starting Python again."""
 
 import runpy
 import sys

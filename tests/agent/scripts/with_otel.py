@@ -1,4 +1,4 @@
-"""Trains in a process that has configured the OpenTelemetry SDK (not with `--without`); prints what was read."""
+"""Trains in a process that configures the OpenTelemetry SDK (except with `--without`); prints the metrics it reads."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Trains for two epochs and logs to the run and, offline in the folder WANDB_DIR, to wandb."""
+"""Trains for two epochs; logs to the run and to an offline wandb run in the folder WANDB_DIR."""
 
 import torch
 import wandb

@@ -89,7 +89,7 @@ def test_a_request_whose_sending_raises_waits_for_the_next_delivery(tmp_path: Pa
 
 
 def test_a_request_written_to_disk_during_the_last_replay_stays_there(tmp_path: Path) -> None:
-    """The service accepts the last request on disk only after the end of the run has saved the queue."""
+    """The service accepts the request on disk only after the end of the run has written the queue to disk."""
     items = [SpooledRequest("POST", "/v1/runs/r/samples", b'{"n": %d}' % n, 1) for n in range(2)]
     answered = threading.Event()
 

@@ -25,7 +25,7 @@ STANDS = {"done": 0.427, "left_s": 1234.4, "spent_usd": 1.25, "step_time_s": 0.5
 
 @dataclass
 class Controller:
-    """The server of the Trainer controller, with all posts (path, token and body) and an optional failure."""
+    """The Trainer controller's server, with the path, token and body of each post and an optional failure."""
 
     behaviour: str = ""
     variables: dict[str, str] = field(default_factory=dict)

@@ -127,7 +127,7 @@ def test_a_full_spool_refuses_and_keeps_what_it_has(tmp_path: Path) -> None:
     ],
 )
 def test_a_record_may_only_ask_for_what_agents_send(tmp_path: Path, method: str, path: str) -> None:
-    """Since httpx resolves `..` and an upload uses the user's token, the spool of a job could create an admin token."""
+    """Otherwise, a spool could create an admin token: httpx resolves `..`, and an upload uses the user's token."""
     bad: Any = SpooledRequest(method, path, b"{}")  # type: ignore[arg-type]
     good = SpooledRequest("PATCH", "/v1/runs/r", b"{}")
     written(tmp_path / "a.spool", [bad, good])

@@ -54,7 +54,7 @@ def test_a_token_that_no_header_can_hold_is_not_repeated_in_what_is_logged(token
 
 
 def test_a_script_that_logs_at_info_does_not_see_the_requests_of_the_agent(caplog: pytest.LogCaptureFixture) -> None:
-    """With Ray's workers or `logging.basicConfig(level=INFO)`, httpx printed a line for each request."""
+    """With Ray's workers or `logging.basicConfig(level=INFO)`, httpx once printed a line for each request."""
     caplog.set_level(logging.INFO)
     with lying(Liar({"/scaling": [Lie("whole", "{}")] * 3})) as liar:
         transport = Transport(liar.url.replace("http:", "HTTP:"), None, 5.0)  # which httpx logs as http:

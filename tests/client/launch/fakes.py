@@ -61,7 +61,7 @@ def spec(max_nodes=4, share_launches=False, on_breach="warn", options=None):
 
 
 class FakeService:
-    """A service that keeps the rules of leases and final states, and that can be unavailable."""
+    """A service that enforces the rules for leases and final states, and that can be unavailable."""
 
     url = "http://x"
 
@@ -174,7 +174,7 @@ class FakeService:
 
 
 class FakeProcess:
-    """A process that ends with `status` after `lasts` polls; `during` does what an agent would report meanwhile."""
+    """A process that exits with `status` after `lasts` polls; just before, `during` simulates the agent's reports."""
 
     def __init__(self, status=0, lasts=2, during=None):
         self.status, self.left, self.during, self.asked = status, lasts, during, []

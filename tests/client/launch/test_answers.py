@@ -1,4 +1,4 @@
-"""Tests that no command starts if the service returns another run than was requested, which would alter training."""
+"""Tests that no command starts if the service returns a run that was not requested, which would alter training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOO_MANY_NODES = configuration(1_000, 32)
 
 
 class LyingService(FakeService):
-    """A service that changes each run for a launcher by the fields of `lie`."""
+    """A service that returns runs with the fields in `lie` overwritten."""
 
     def __init__(self, lie, **options):
         super().__init__(**options)

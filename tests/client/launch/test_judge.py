@@ -1,4 +1,4 @@
-"""Tests how a command is judged: an out-of-memory by the exception that ended a rank, and the lines with the error."""
+"""Tests how a command's out-of-memory error is recognised, and which lines of its log are shown as the error."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ print("saved", flush=True)
 
 @pytest.mark.parametrize("shell", [False, True])
 def test_a_rank_that_saves_when_asked_to_end_keeps_the_processes_that_it_needs(tmp_path, shell):
-    """SIGTERM goes only to the command or, if that is a shell that dies, to the orphan below it."""
+    """SIGTERM goes only to the command or, if the command is a shell that dies, to its orphaned child."""
     command, log = [sys.executable, "-c", SAVES], tmp_path / "log"
     if shell:
         command = ["bash", "-c", '"$@"; true', "-", *command]
@@ -250,7 +250,7 @@ def test_torchrun_marks_the_lines_of_other_ranks_and_keeps_them_by_rank(tmp_path
     ],
 )
 def test_where_ranks_write_is_left_alone(command: list[str], inherited: dict[str, str]) -> None:
-    """The user has chosen where ranks write, or torchrun does not start on this machine."""
+    """In each case, the user has chosen where ranks write, or this machine does not start torchrun."""
     plain = command_environment(inherited, {}, command)
     assert command_environment(inherited, {}, command, rank_logs=Path("/ranks")) == plain
     assert command_environment({}, {}, ["torchrun"], rank_logs=Path("/ranks"))["PET_LOG_DIR"] == "/ranks"

@@ -145,7 +145,7 @@ def test_a_command_gets_its_folder_of_checkpoints_and_the_factor_of_its_learning
     [(288_000_000.0, 64, 4_500_000), (64.0, 64, 1), (65.0, 64, 2), (1.0, 64, 1), (100 * 1.1, 110, 1)],
 )
 def test_a_script_that_counts_steps_gets_as_many_as_take_every_example_of_the_job(examples, local, steps):
-    """A rounding error may make data set size times epochs slightly larger than a multiple of the batch."""
+    """Rounding may make the product of data set size and epochs slightly larger than a multiple of the batch."""
     batch = replace(CONFIGURATION, num_nodes=1, ranks_per_node=1, local_batch_size=local, grad_accum_steps=1)
     assert Template(("x", "--max-steps={max_steps}")).fill(batch, examples=examples)[-1] == f"--max-steps={steps}"
 

@@ -1,4 +1,4 @@
-"""Tests `tula run`: a smaller configuration after out-of-memory, restarts after pre-emption, and resumed calls."""
+"""Tests `tula run`: smaller configurations after an out-of-memory error, restarts after pre-emption, resumed calls."""
 # ruff: noqa: ARG001 (fakes take what the real ones take)
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def trained_with(attempts):
 
 
 def script(*fates):
-    """Return a fate from (status, writes) of one start after the other; a start that writes leaves a checkpoint."""
+    """Simulate successive commands, each given as (status, writes a checkpoint); return a function of the service."""
     left = list(fates)
 
     def fate(command, environment, log):
@@ -296,7 +296,7 @@ def test_a_start_without_a_checkpoint_does_not_fix_the_configuration(tmp_path):
     bench = bench_of(tmp_path, service, notes, (0, False))
     assert trained_with(go(bench, service)) == configuration(2, 64)
     assert bench.started[0][1]["TULA_RESTART"] == "0"
-    assert any("left no checkpoint, so a new training is started" in note for note in notes.notes)
+    assert any("left no checkpoint, so a new one is started" in note for note in notes.notes)
 
 
 def test_a_training_that_is_interrupted_is_cancelled(tmp_path):

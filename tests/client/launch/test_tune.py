@@ -21,7 +21,7 @@ THREE = [configuration(4, 32), configuration(2, 64), configuration(1, 128)]
 
 
 def measured(service):
-    """Return a fate in which the samples of the agent arrive and the command succeeds."""
+    """Return a function that simulates commands that send samples and succeed."""
 
     def fate(command, environment, log):
         run = environment["TULA_RUN_ID"]
@@ -428,7 +428,7 @@ def test_a_cluster_job_left_by_a_vanished_machine_is_cancelled_by_the_next_tula(
     tune(again, service)
     (left,) = tmp_path.glob(f"{name}-r0-*")
     assert notes.notes == [
-        f"Ran the stop command of {left.name.removeprefix(f'{name}-')}, which an interrupted launch left behind."
+        f"Ran the stop command that the interrupted launch {left.name.removeprefix(f'{name}-')} left behind."
     ]
     assert not list(again.work.path.glob("submitted-*"))
 
@@ -536,7 +536,7 @@ PLAN = [configuration(2, 64), configuration(2, 16), configuration(2, 32), config
 
 
 def shared_bench(tmp_path, agent, status=0):
-    """Return a bench with commands that measure several batches; `agent(service, runs)` simulates their agent."""
+    """Return the service, notes and bench of launches that measure several batches; `agent` simulates their agent."""
     service, notes = FakeService(PLAN), Notes()
     service.share_launches = True
 
@@ -639,7 +639,7 @@ def test_a_script_whose_batches_cannot_be_cut_is_launched_once_per_batch_from_th
 
 
 def test_a_launch_whose_largest_run_is_cancelled_at_the_service_has_not_failed(tmp_path):
-    """The smaller batch was being measured when the command was stopped, which says nothing about the command."""
+    """The command was stopped while it measured a smaller batch; this says nothing about the command."""
 
     def fate(command, environment, log):
         if "TULA_SMALLER_BATCHES" not in environment:
@@ -656,7 +656,7 @@ def test_a_launch_whose_largest_run_is_cancelled_at_the_service_has_not_failed(t
 
 @pytest.mark.parametrize("asked", [0, 1])
 def test_a_profiling_run_that_measured_enough_is_ended_from_outside_and_a_success(tmp_path, asked):
-    """The script does not leave its loop (`while step < n`, a bare `except`), but the agent has reported the end."""
+    """The script stays in its loop (`while step < n`, a bare `except`), but the agent has reported the run's end."""
     service, notes = FakeService([configuration()]), Notes()
     process = FakeProcess(lasts=10_000)
     bench = Bench(tmp_path, service, lambda *_: process, notes)

@@ -17,7 +17,7 @@ def stuck_on_purpose() -> None:
 
 
 def take_host_memory(group: str) -> None:
-    """Enter a control group with a memory limit, and allocate more, so that the kernel kills this process."""
+    """Enter a control group and allocate more than its memory limit, so that the kernel kills this process."""
     Path(group, "cgroup.procs").write_text(str(os.getpid()))
     taken = []
     while True:
@@ -33,7 +33,7 @@ def wait_while(hold: Path) -> None:
 
 
 def crash_once(at: Path) -> None:
-    """Crash on the first rank if the test has left this file, after deleting the file."""
+    """Crash the first rank once: delete the file that requests the crash, and raise an error."""
     if dist.get_rank() == 0 and at.exists():
         at.unlink()
         raise ValueError("on purpose")

@@ -66,7 +66,7 @@ def answer_of(data: JobData, objective: str | None = None) -> Answer:
 
 
 def profiled(data: JobData) -> tuple[JobData, PlanDecision]:
-    """Return the job after the end of its plan, with the last decision."""
+    """Run the job's plan to its end; return the job and the last decision."""
     for _ in range(30):
         decision = decide_plan(analyse(data))
         if not decision.active:
@@ -92,9 +92,9 @@ def test_the_plan_ends_with_the_very_candidate_measured_that_is_recommended(
 
 @pytest.mark.parametrize("ranks", [1, 64])
 def test_a_few_steps_that_are_alike_by_chance_do_not_outweigh_the_other_batches_of_their_launch(ranks: int) -> None:
-    """If slow steps are random, ten slow steps look precise; the other batches of the launch show the real spread.
+    """Ten equally slow steps look precise even if slow steps are random; the launch's other batches show the spread.
 
-    All ranks but the first send one sample per run, whatever its length.
+    All ranks except the first send one sample per run, whatever its length.
     """
     node = {"min_nodes": 1, "max_nodes": 1, "ranks_per_node": ranks}
     batch = {"min_local_batch_size": 32, "max_local_batch_size": 128}
@@ -159,7 +159,7 @@ def test_the_learning_rate_of_the_candidates_is_that_of_the_reason() -> None:
 @pytest.mark.parametrize("steps", [20, 200])
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_the_line_of_quality_and_the_reason_agree_on_the_noise_and_on_who_scales(steps: int, nodes: int) -> None:
-    """The learning rate may use the noise of short runs, but the bound on the batch may not; one rank has no noise."""
+    """The learning rate may use the noise of short runs, but the batch bound may not; one rank measures no noise."""
     facts = {"epochs": 1000, "cluster": {"min_nodes": nodes, "max_nodes": nodes, "ranks_per_node": 1}}
     data = replace(job(**facts), profiled_noise=[np.full(steps, 50_000.0)])
     fields = explanation.recommendation_fields(answer_of(data, "time"), None)
@@ -307,7 +307,7 @@ def test_a_specification_beyond_floating_point_is_answered_with_its_reason(preci
 
 
 def test_waiting_for_data_is_a_term_and_what_it_costs_is_said() -> None:
-    """A wait takes 70 % of each step of one rank, and is also predicted for other batches, in addition to compute."""
+    """Waiting takes 70 % of each step of one rank, and is also predicted for other batches, in addition to compute."""
     data = job()
     for batch in (32, 256):
         c = wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=batch)
@@ -364,7 +364,7 @@ def test_batches_whose_convolutions_have_two_to_the_31_elements_are_named() -> N
 @pytest.mark.parametrize("num_runs", [0, 2])
 def test_a_step_is_expected_to_be_slower_where_a_gpus_convolutions_have_two_to_the_31_elements(num_runs: int) -> None:
     def by_batch(accelerator: str | None, elements: int | None) -> dict[int, float]:
-        """Return the predicted compute of one rank in seconds, by local batch, after `num_runs` runs."""
+        """Return the predicted compute time of one rank in seconds by local batch size, after `num_runs` runs."""
         cluster = {"max_nodes": 2, "ranks_per_node": 1, "accelerator": accelerator}
         model = {"name": "net", "convolution_elements_per_sample": elements}
         batch = {"min_local_batch_size": 64, "max_local_batch_size": 1024}
@@ -384,7 +384,7 @@ def test_a_step_is_expected_to_be_slower_where_a_gpus_convolutions_have_two_to_t
 
 
 def test_the_first_guess_of_a_small_batch_is_its_operations_times_a_launch() -> None:
-    """The launch time of an operation is the probe's or, without a probe, 30 us."""
+    """The time to launch an operation is read from the probe; without a probe, it is 30 us."""
     batch = {"min_local_batch_size": 1, "max_local_batch_size": 1}
     cluster = {"max_nodes": 1, "ranks_per_node": 2, "accelerator": "H100", "price": {"usd_per_node_hour": 3.0}}
     model = {

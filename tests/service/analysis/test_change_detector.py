@@ -126,7 +126,7 @@ def test_a_training_that_becomes_a_quarter_slower_on_a_busy_host_is_noticed(widt
 
 
 def test_only_an_alarm_of_the_sums_begins_them_again():
-    """A block that ends soon after a change and is not confirmed must not delay the next alarm."""
+    """A block of steps that ends soon after a change and is not confirmed must not delay the next alarm."""
     far = watch_drift(DriftState.expecting(0.9, 1.1), np.full(20, 2.0))
     assert far.rearmed() == DriftState(far.centre, far.half_width, steps=20)
     near = watch_drift(DriftState.expecting(0.9, 1.1), np.full(50, 1.12))

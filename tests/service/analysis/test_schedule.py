@@ -34,7 +34,7 @@ def goal_for(objective: Objective = "balanced") -> Goal:
 
 
 def candidates() -> list[Estimate]:
-    """Return candidates with one to eight nodes, whose steps include communication from two nodes on."""
+    """Return candidates with one to eight nodes; with two or more nodes, their steps include communication."""
     planned = []
     for nodes in (1, 2, 4, 8):
         for batch in (64, 128, 256):

@@ -1,4 +1,4 @@
-"""Tests that the trend of a series has a typical value of each interval, whatever its peaks."""
+"""Tests that the trend of a series gives a typical value for each interval, whatever peaks the series has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that a request body is JSON of bounded size, read whole in a thread, and that its size bounds its cost."""
+"""Tests that a body must be JSON of bounded size and is read whole in a thread, and that its size bounds its cost."""
 
 from __future__ import annotations
 

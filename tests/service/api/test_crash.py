@@ -32,7 +32,7 @@ SERVICE_KILLS, KILLS = 5, 2
 
 
 def test_kills_of_the_service_lose_nothing(sqlite_url: str) -> None:
-    """The whole service is killed (SIGKILL) repeatedly under load, over one SQLite file."""
+    """The whole service, which uses one SQLite file, is killed (SIGKILL) repeatedly under load."""
     prepared = prepare(sqlite_url)
     server = Server(sqlite_url)
     port = server.port
@@ -83,7 +83,7 @@ def two_workers(sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def test_a_kill_of_a_worker_loses_nothing(two_workers: Workers) -> None:
-    """One of two workers is killed under load; the other answers, and the supervisor replaces it, on any engine."""
+    """One of two workers is killed under load; the other answers, and the supervisor replaces the killed one."""
     prepared, server = two_workers
     with sending(prepared, lambda: server.url) as senders:
         progressed(senders)

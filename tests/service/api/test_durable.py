@@ -1,4 +1,4 @@
-"""Tests by the order of system calls that the service acknowledges data only once they are on disk or in Postgres."""
+"""Tests, by the order of system calls, that the service acknowledges data only once it is on disk or in Postgres."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHANGES = re.compile(r'"(POST|PATCH|DELETE) /v1/')
 
 @dataclass(frozen=True)
 class Call:
-    """A system call as `strace` shows it, with the lines of the trace at which it began and ended."""
+    """A system call as `strace` shows it, with the numbers of the trace lines at which it began and ended."""
 
     name: str
     arguments: str
@@ -38,7 +38,7 @@ class Call:
 
 
 def calls_of(trace: str) -> Iterator[Call]:
-    """Yield the calls of all threads, in the order of their ends."""
+    """Yield the calls of all threads in the order in which they finished."""
     begun: dict[str, tuple[int, str]] = {}
     for number, line in enumerate(trace.splitlines()):
         if found := _WHOLE.fullmatch(line.partition(" (")[0]) or _WHOLE.match(line):
@@ -51,7 +51,7 @@ def calls_of(trace: str) -> Iterator[Call]:
 
 
 def acknowledged(calls: list[Call]) -> Iterator[tuple[str, int, int]]:
-    """Yield each change that was answered 2xx: its first line, the end of reading it, and the start of the response."""
+    """Yield (first line, end of reading, start of the response) for each request for a change that got a 2xx."""
     asked: dict[str, tuple[str, int]] = {}
     for call in sorted(calls, key=lambda one: one.ended):
         if call.name.startswith(("read", "recv")) and call.result > 0:
@@ -64,7 +64,7 @@ def acknowledged(calls: list[Call]) -> Iterator[tuple[str, int, int]]:
 
 
 def test_an_answer_is_sent_after_the_write_is_durable(database_url: str, tmp_path: Path) -> None:
-    """Before 2xx, the service has written and synchronised SQLite's log, or Postgres has confirmed the commit."""
+    """Before a 2xx, the service has written and synced SQLite's log, or Postgres has confirmed the commit."""
     prepared = prepare(database_url)
     calls = list(calls_of(traced(prepared, tmp_path)))
     answers = list(acknowledged(calls))
@@ -76,7 +76,7 @@ def test_an_answer_is_sent_after_the_write_is_durable(database_url: str, tmp_pat
 
 
 def synchronised(calls: list[Call]) -> list[tuple[int, int]]:
-    """Return each synchronisation of SQLite's log: the start of the last write before it, and its end."""
+    """Return, for each sync of SQLite's log, the start of the last write before the sync and the end of the sync."""
     logged = [call for call in calls if call.name == "pwrite64" and "-wal>" in call.file]
     synced = [call for call in calls if call.name in ("fsync", "fdatasync") and "-wal>" in call.file]
     before = [(max((one.began for one in logged if one.ended < sync.began), default=-1), sync) for sync in synced]
@@ -84,7 +84,7 @@ def synchronised(calls: list[Call]) -> list[tuple[int, int]]:
 
 
 def confirmed(calls: list[Call]) -> list[tuple[int, int]]:
-    """Return when Postgres confirmed the commit of each transaction, which it does once that is durable."""
+    """Return the start and end of each read of a COMMIT, which Postgres sends once the transaction is durable."""
     read = [call for call in calls if call.name.startswith(("read", "recv")) and "COMMIT\\0" in call.arguments]
     return [(call.began, call.ended) for call in read]
 

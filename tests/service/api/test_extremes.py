@@ -1,4 +1,4 @@
-"""Tests that extreme but valid input gets a response or one sentence, and leaves every page and route usable."""
+"""Tests that extreme but valid input is answered or refused in one sentence, and leaves every page and route usable."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ SLOW = {
 
 @pytest.mark.parametrize("slow", SLOW)
 def test_a_body_is_not_read_before_its_sender_is_known(service: Service, slow: str) -> None:
-    """Requests without a valid token are answered at once, even more of them than the service has room for."""
+    """Requests without a valid token are answered at once, even if there are more than the service has room for."""
     red, (method, route) = service.tenant("red"), SLOW[slow]
     path = route.format(run_id=red.run_id, job_id=red.job_id)
 

@@ -62,7 +62,7 @@ def watch(hook: Watch) -> Iterator[Watch]:
 
 
 def test_the_watch_sees_what_it_is_there_for(watch: Watch) -> None:
-    """Without this, the tests below would prove nothing."""
+    """If the watch missed these calls, the tests below would prove nothing."""
     for attempt in (
         lambda: open(f"/{CANARY}"),  # noqa: SIM115, PTH123
         lambda: __import__("socket").getaddrinfo(f"{CANARY}.invalid", 80),

@@ -1,4 +1,4 @@
-"""Tests that data from agents are stored completely and once, or are refused with the field and the remedy."""
+"""Tests that agents' data are stored completely and once, or are refused with a message that names field and remedy."""
 
 from __future__ import annotations
 

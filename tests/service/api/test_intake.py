@@ -63,7 +63,7 @@ def test_fifty_questions_that_need_a_fit_keep_no_agent_waiting(
             return [answer.status_code for answer in await asyncio.gather(*asks)]
 
     async def agents(client: httpx.AsyncClient, token: str, number: int) -> list[httpx.Response]:
-        """Send with an uncached token and run, so that every step that may need a thread is executed."""
+        """Send data with an uncached token and run, so that every step that may need a thread is executed."""
         bodies = ((routes.RUN_SAMPLES, batch(boot_id=str(number))), (routes.RUN_TELEMETRY, chunk(sequence=number)))
         return [
             await client.post(route.format(run_id=red.run_id), json=body, headers=as_(token)) for route, body in bodies

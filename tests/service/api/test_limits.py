@@ -1,4 +1,4 @@
-"""Tests the limits of requests per token, and of wrong tokens per address."""
+"""Tests the limits on requests per token, and on wrong tokens per address."""
 
 from __future__ import annotations
 

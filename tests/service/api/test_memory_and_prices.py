@@ -43,7 +43,7 @@ def register(client: httpx.Client, *clusters: dict[str, Any], **changes: Any) ->
 
 
 def measured(client: httpx.Client, job_id: str, batch: int, memory: dict[str, Any] | None, **more: Any) -> Any:
-    """Return the response to samples of a run that the user has chosen, and let the run succeed."""
+    """Create a run with this configuration, send samples and let it succeed; return the response to the samples."""
     configuration = {"num_nodes": 1, "ranks_per_node": 1, "local_batch_size": batch, **more}
     body = {"kind": "profile", "configuration": configuration, "holder": "tests"}
     run = ok(client.post(path(wire.routes.JOB_RUNS, job_id=job_id), json=body), 201)
@@ -135,7 +135,7 @@ def test_spot_at_no_interruptions_is_on_demand_and_each_more_costs_more_time_and
 
 
 def test_spot_whose_interruptions_let_no_training_finish_leaves_the_candidates_on_demand(client: httpx.Client) -> None:
-    """JSON has no infinite time: such a job was once refused, but stored."""
+    """The training time would be infinite, which JSON cannot express; such a job was once refused, and yet stored."""
     spot = {"usd_per_node_hour": 1.0, "interruptions_per_node_hour": 60.0, "checkpoint_interval_s": 7200.0}
     job_id = register(client, {"price": {"usd_per_node_hour": 2.0, "spot": spot}}, objective="cost")
     found = recommended(client, job_id)

@@ -1,4 +1,4 @@
-"""Tests that NaN and infinity are refused in every number that the service accepts, wherever it stands."""
+"""Tests that NaN and infinity are refused in every number that the service accepts, at any depth."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def numbers(kind: Any, at: Path = ()) -> Iterator[Path]:
 
 
 def inside(kind: Any) -> list[tuple[str | None, Any]]:
-    """Return the types inside a type, each with its place, or None if it has the same place."""
+    """Return (place, type) for each type inside a type; the place is None if both have the same place."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         return [(None, inner[0])]

@@ -206,7 +206,7 @@ def test_metrics_count_requests_ingest_queue_fits_and_agents(service: Service, r
 
 
 def scraped(client: httpx.Client) -> dict[str, list[tuple[dict[str, str], float]]]:
-    """Return the labels and value of each sample, by its name, as Prometheus's own parser reads them."""
+    """Return the (labels, value) pairs of all samples by sample name, as Prometheus's own parser reads them."""
     samples: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families(client.get(routes.METRICS).text):
         for sample in family.samples:

@@ -116,7 +116,6 @@ def test_a_token_finds_nothing_of_what_it_is_not_bound_to_on_any_route(
 
 
 def test_lists_hold_only_the_tenants_own(service: Service, red: Tenant, blue: Tenant) -> None:
-    """Lists do not contain the jobs, tokens and projects of other tenants."""
     with service.client(blue.user) as client:
         for path in (routes.JOBS, routes.TOKENS, routes.PROJECTS):
             text = client.get(path).text
@@ -139,7 +138,7 @@ def test_an_agent_token_reaches_its_job_and_the_five_routes_it_needs(service: Se
 
 
 def test_a_read_token_reads_its_project_and_changes_nothing(service: Service, red: Tenant, blue: Tenant) -> None:
-    """The token may GET all of its project but the list of tokens and its page, and use no other method."""
+    """The token may GET all of its project except the list and the page of tokens; it may use no other method."""
     read = service.token("read", project="red")
     with service.client(read) as reader:
         for method, path in all_routes(service):
@@ -156,7 +155,7 @@ def test_a_read_token_reads_its_project_and_changes_nothing(service: Service, re
 
 
 def test_users_make_read_tokens_of_their_own_project_only(service: Service, red: Tenant) -> None:
-    """Another project is not found; without a project, the token is for the user's own."""
+    """Another project is not found; if the request names no project, the token is for the user's own."""
     with service.client(red.user) as user:
         made = user.post(routes.TOKENS, json={"name": "viewer", "scope": "read"})
         assert made.status_code == 201
@@ -181,7 +180,7 @@ def test_users_make_agent_tokens_for_their_own_jobs_only(service: Service, red: 
 
 
 def test_a_token_is_stored_as_its_hash_and_returned_once(service: Service) -> None:
-    """The token has 256 random bits, and the database contains only their SHA-256."""
+    """The token has 256 random bits; the database contains only its SHA-256 hash."""
     admin = service.token("admin")
     with service.client(admin) as client:
         made = client.post(routes.TOKENS, json={"name": "n", "scope": "user"}).json()
@@ -302,7 +301,6 @@ def test_a_token_read_before_its_revocation_is_not_cached_after_it(
 
 
 def test_an_expired_token_is_refused_even_when_it_was_cached(service: Service) -> None:
-    """A token is never accepted after its expiry."""
     admin = service.token("admin")
     with service.client(admin) as boss:
         made = boss.post(routes.TOKENS, json={"name": "n", "scope": "user", "expires_in_s": 2.0}).json()
@@ -363,7 +361,7 @@ class TestLoopback:
     def test_access_without_a_token_does_not_come_back_when_the_last_token_ends(
         self, sqlite_url: str, start: Callable[..., Service]
     ) -> None:
-        """The token ends by its expiry, by its revocation, or by deletion with its job."""
+        """The only token first expires and is then deleted with its job."""
         service = start(sqlite_url, token_cache_s=0.0)
         with service.client() as client:
             job = client.post(routes.JOBS, json=SPEC.model_dump(mode="json")).json()["job"]["id"]
@@ -404,7 +402,7 @@ def test_a_broken_authorization_header_is_refused(service: Service, header: str)
 
 
 def test_a_token_beyond_its_limit_gets_429_with_retry_after(sqlite_url: str, start: Callable[..., Service]) -> None:
-    """Only this token gets 429 with Retry-After; another token is served."""
+    """Another token is still served."""
     service = start(sqlite_url, requests_per_minute=5, ingest_per_minute=40)
     first, second = service.token("user"), service.token("user")
     with service.client(first) as client:

@@ -1,4 +1,4 @@
-"""Sends the requests of `docs/wire.md` to a real service, in order; as a command, also updates the page's responses."""
+"""Sends the requests of `docs/wire.md` to a real service, in order; as a command, updates the responses on the page."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 def candidate(nodes: int, local: int, *, priced: bool = True, **more: object) -> wire.Candidate:
-    """Return a candidate with a step time of 20 ms + 2 ms per example + up to 60 ms of exchange."""
+    """Return a candidate with a step time of 20 ms + 2 ms per example + up to 60 ms of communication."""
     configuration = wire.Configuration(num_nodes=nodes, local_batch_size=local)
     compute, exchange = 0.02 + 0.002 * local, 0.06 * (1 - 1 / nodes)
     step = compute + exchange

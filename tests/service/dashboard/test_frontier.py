@@ -1,4 +1,4 @@
-"""Tests the chart of time against cost: all candidates, the frontier, and the names of the points to choose among."""
+"""Tests the chart of time against cost: all candidates, the frontier, and the names of the points to choose from."""
 
 from __future__ import annotations
 

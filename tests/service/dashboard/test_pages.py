@@ -25,7 +25,7 @@ HTML = {"Accept": "text/html"}
 
 
 class Browser:
-    """The application in this process, with requests like those of a browser."""
+    """A browser that sends its requests to the application in this process."""
 
     def __init__(self, app: FastAPI) -> None:
         self.app = app
@@ -223,7 +223,7 @@ def test_a_run_s_page_shows_its_verdict_once_steps_are_measured(browser: Browser
     assert browser("POST", wire.routes.RUN_SAMPLES.format(run_id=run_id), json=body).status_code == 202
     page = " ".join(browser.page(f"/runs/{run_id}").split())
     assert "Input-bound</h2>" in page
-    assert "Training waits for data for 50 % of a step, with num_workers=1." in page
+    assert "Training spends 50 % of a step waiting for data, with num_workers=1." in page
     assert "<dt>Observed</dt><dd>bfloat16, compiled, no checkpointing, sharded, 1 worker</dd>" in page
     assert "give the DataLoader 1 more worker (num_workers=2). It saves 50 % [50, 50] of a step." in page
 
@@ -574,7 +574,7 @@ def test_once_a_token_exists_pages_lead_to_sign_in_and_back(browser: Browser) ->
 
 @pytest.mark.parametrize("headers", [{"Sec-Fetch-Site": "cross-site"}, {"Origin": "http://evil.example"}])
 def test_another_site_cannot_sign_a_reader_in(browser: Browser, headers: dict[str, str]) -> None:
-    """Otherwise a user would work in the account of someone else without knowing it."""
+    """Otherwise a user would work in someone else's account without knowing it."""
     answer = browser("POST", "/login", data={"token": token(browser, "admin")}, headers=headers)
     assert answer.status_code == 401
     assert "set-cookie" not in answer.headers
@@ -620,7 +620,7 @@ def test_a_script_that_is_signed_out_gets_no_password_box(browser: Browser) -> N
 
 
 def follow(browser: Browser, job_id: str, **headers: str) -> None:
-    """Train with the recommended configuration, a tenth slower than predicted."""
+    """Train with the recommended configuration, with step times 10 % longer than predicted."""
     path = wire.routes.JOB_RECOMMENDATION.format(job_id=job_id)
     best = wire.read(wire.Recommendation, browser("GET", path).text).chosen
     assert best is not None

@@ -48,7 +48,7 @@ def test_no_knee_no_rule() -> None:
 
 
 def ruled(sensible: int | None, *, knee: float | None = 900.0) -> Spec:
-    """Return the chart if more than `sensible` examples hardly help a step and the knee is at `knee`."""
+    """Return the chart for a largest sensible batch of `sensible` examples and a knee at a batch of `knee` examples."""
     found = models.recommendation(knee=knee is not None)
     changes = {"max_sensible_batch_size": sensible, "knee": found.knee.model_copy(update={"global_batch_size": knee})}
     return tradeoff(models.job(), found.model_copy(update=changes))

@@ -1,4 +1,4 @@
-"""Tests that the model is pure, and accurate on measured grids, which the benchmarks replay through the planner."""
+"""Tests that the model does no I/O and is accurate on measured grids that benchmarks replay through the planner."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def mostly_launches(c: Configuration) -> float:
 
 
 def fitted(done, candidates, time=step_time) -> StepTimeModel | None:
-    """Return the model of the measured configurations, or None if there are none."""
+    """Return the model fitted to the measured configurations, or None if there are none."""
     if not done:
         return None
     return fit_step_time(StepTimeObservations.at(done, [time(c) for c in done]), candidates=candidates)
@@ -72,7 +72,10 @@ def test_the_choice_is_verified_before_any_contender():
 
 
 def estimates(*values: tuple[float, float, bool], limits: Limits | None = None) -> Choice:
-    """Return a candidate per (seconds, ratio of its interval's upper end, measured), whose batch is its position."""
+    """Return the choice among candidates, each given as (seconds, upper end of its interval as a ratio, measured).
+
+    The n-th candidate has a batch of n examples.
+    """
     free = Interval(0.0, 0.0, 0.0)
     found = []
     for place, (mean, factor, measured) in enumerate(values):

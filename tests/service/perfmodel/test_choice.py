@@ -36,7 +36,7 @@ SPREAD = 1.2
 
 
 def choose(objective: Objective, found: list[Estimate], **goal: Any) -> Choice:
-    """Return the choice for a goal with these limits and prices; the estimates include training and offers."""
+    """Return the choice for a goal with these limits and prices; the estimates already include training and offers."""
     return perfmodel_choice.choose(Goal(objective, Training(1000, 2), {}, **goal), found)
 
 
@@ -44,7 +44,7 @@ PEAK = Interval(8e9, 7e9, 9e9)
 
 
 def of_options(step_s: float, **options: str) -> Estimate:
-    """Return one node with these options and an interval of +- 20 %, of which a tenth is the noise of a run."""
+    """Return an estimate for one node with these options and an interval of +- 20 %."""
     (estimate,) = estimates([(1, 64, step_s)])
     return replace(estimate, configuration=replace(estimate.configuration, options=tuple(sorted(options.items()))))
 

@@ -91,7 +91,7 @@ def test_the_prior_holds_what_was_probed_over_nodes_and_within_one() -> None:
 
 
 def test_readings_count_on_as_many_ranks_as_were_probed() -> None:
-    """The line adds latency and bandwidth even if they overlap; here, 5 ms and 5 ms take 5 ms, not 10 ms."""
+    """The line adds the times for latency and bandwidth, but they may overlap: here, 5 ms and 5 ms take 5 ms."""
     sizes = [2.0**power for power in range(10, 24, 2)]
     seconds = [max(5e-3, size * 7.5e-8) for size in sizes]
     cost = fit_all_reduce(sizes, seconds, [0.01] * len(sizes))
@@ -104,7 +104,7 @@ def test_readings_count_on_as_many_ranks_as_were_probed() -> None:
 
 @pytest.mark.parametrize("size_bytes", [3.0 * 2**14, 2.0**19, 2.0**21 + 1.0])
 def test_a_size_between_two_readings_of_a_straight_line_lies_on_it(size_bytes: float) -> None:
-    """A chord between two logarithms is up to 6 % above the line."""
+    """Interpolation between the logarithms of two readings would be up to 6 % above the line."""
     seconds, _ = fitted(measured(5e-3, 2e-8)).ring(8, 8, 1.0, size_bytes)
     assert seconds == pytest.approx(5e-3 + 2e-8 * size_bytes, rel=0.01)
 
@@ -119,14 +119,14 @@ def test_a_prior_that_knows_its_collectives_better_keeps_them() -> None:
 
 
 def timed(total_mib: float, cap_mib: float, lateness: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes and the times of DDP's buckets in a step of 1 s; `lateness` above 1 delays the last ones."""
+    """Return the bytes and ready times of DDP's buckets in a step of 1 s; the gaps grow if `lateness` exceeds 1."""
     number = max(1, round(total_mib / cap_mib))
     done = np.arange(1, number + 1) / number
     return np.full(number, total_mib / number * 2**20), 1 / 3 + 2 / 3 * done**lateness
 
 
 def test_the_prior_follows_simulated_steps() -> None:
-    """The cases have 1 MiB to 1.3 GiB of gradients, which are complete evenly or late, and links of 0.2 to 100 Gbit/s.
+    """The cases have 1 MiB to 1.3 GiB of gradients, evenly or increasingly spaced, and links of 0.2 to 100 Gbit/s.
 
     Compute takes a third to three times as long as the collectives of four nodes. There are 2 to 16 nodes, and batches
     of half to four times the timed batch.

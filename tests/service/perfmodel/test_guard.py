@@ -1,4 +1,4 @@
-"""Tests the batches that keep the accuracy: more epochs allow larger ones, unknown facts only smaller ones."""
+"""Tests which batches preserve accuracy: more epochs allow larger batches; unknown facts, only smaller ones."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_the_line_of_quality_names_steps_noise_and_the_rate():
 
 
 def chosen(objective, guard, limits=None) -> Choice:
-    """Return the choice for perfect scaling at the price of one node, with which a larger batch is always better."""
+    """Return the choice if one node scales perfectly with the batch, so that a larger batch is always better."""
 
     def candidate(batch: int) -> Estimate:
         time = Interval(*(3600.0 * 32 / batch,) * 3)

@@ -133,7 +133,7 @@ def test_readings_above_the_capacity_are_left_out_and_said():
 
 def test_memory_that_falls_while_the_batch_grows_is_called_suspicious():
     model = fit_memory(MemoryObservations([16, 32], [line(32), line(16)]))
-    assert any("fell while the batch grew" in note for note in model.notes)
+    assert any("fell although the batch grew" in note for note in model.notes)
     assert model.predict(64.0).high > line(32)
 
 

@@ -1,4 +1,4 @@
-"""Tests that a design has the runs that a plain covariance matrix would choose, and is fast with many candidates."""
+"""Tests that designs equal those from a full covariance matrix, and are computed fast with many candidates."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def conditioned(covariance: np.ndarray, row: int) -> np.ndarray:
 
 
 def picked(covariance: np.ndarray, wanted: int, known: list[int], weights: np.ndarray) -> list[int]:
-    """Return the oracle's design, of which each run removes as much weighted variance as possible."""
+    """Return the oracle's design, in which each run removes as much weighted variance as possible."""
     for row in known:
         covariance = conditioned(covariance, row)
     chosen: list[int] = []

@@ -1,4 +1,4 @@
-"""Tests that the paper's equation 2 recovers its data; `overlap` is used where it cannot be fitted."""
+"""Tests that the paper's equation 2 recovers its data, and that `overlap` replaces it where it cannot be fitted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAPER = ("ring", "parameter_server")
 
 
 def additive(c: Configuration, form: StepTimeForm) -> float:
-    """Return step times of equation 2 with accumulation, in which only the last micro-step synchronises."""
+    """Return the step time of equation 2 with accumulation; only the last micro-step synchronises."""
     sync = c.world_size if form == "parameter_server" else 1 - 1 / c.world_size
     return c.grad_accum_steps * (0.02 + 0.001 * c.local_batch_size) + 0.004 * sync
 

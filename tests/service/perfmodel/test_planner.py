@@ -1,4 +1,4 @@
-"""Tests that plans have the right runs with a purpose, stay within the budget, and end with a reason."""
+"""Tests that plans contain the right runs, each with a purpose, stay within the budget, and end with a reason."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def step_time(c: Configuration) -> float:
 
 
 def fitted(done, candidates, time=step_time) -> StepTimeModel | None:
-    """Return the model of the measured configurations, or None if there are none."""
+    """Return the model fitted to the measured configurations, or None if there are none."""
     if not done:
         return None
     return fit_step_time(StepTimeObservations.at(done, [time(c) for c in done]), candidates=candidates)
@@ -99,7 +99,7 @@ def test_with_a_goal_the_largest_cluster_first_runs_the_batch_that_would_be_chos
 
 
 def test_when_every_prediction_breaks_a_limit_the_likeliest_to_keep_it_is_tried_before_giving_up():
-    """Two nodes are faster than the form predicts; a deadline that only they meet is met."""
+    """Two nodes are faster than the form predicts, and only configurations with two nodes meet the deadline."""
 
     def surprising(c: Configuration) -> float:
         return step_time(c) * (0.5 if c.num_nodes == 2 else 1.0) * (1.6 if c.num_nodes > 2 else 1.0)
@@ -138,7 +138,7 @@ def test_a_price_per_gigabyte_hour_counts_as_one_gigabyte_a_rank():
     ids=["time", "cost", "balanced", "without prices", "waiting", "more steps"],
 )
 def test_the_design_aims_at_what_the_choice_wants_small(goal):
-    """Before any run, the cost of each candidate is the cost in the later choice, except for a common factor."""
+    """Before any run, the design's value of each candidate equals that of the later choice, up to a common factor."""
     model = unmeasured_model(Priors({"default": generic_prior()}), GRID)
     result = recommend(GRID, model, goal)
     wanted = np.log([goal.value(estimate).mean for estimate in result.estimates])

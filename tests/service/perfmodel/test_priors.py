@@ -262,7 +262,7 @@ def test_collectives_carry_over_as_seconds_per_gradient_byte():
 
 
 def test_a_collective_known_in_seconds_stays_so_whatever_compute_turns_out_to_be():
-    """Runs on one GPU that are eight times slower than guessed change the ratio to compute, but not the fabric."""
+    """One-GPU runs eight times slower than guessed change the ratio of communication to compute, but not the fabric."""
     scale = a_guess()
     prior = prior_from_jobs([learned(S_INTER, 0.0, c=0.0)] * 5, scale=scale, gradient_ratios=[1.0] * 5)
     one = [make_configuration(1, 1, batch) for batch in (32, 128)]

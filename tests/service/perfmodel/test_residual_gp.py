@@ -25,7 +25,7 @@ def doublings(points: Points) -> np.ndarray:
 
 
 def kernel_of(scales: ResidualScales) -> Kernel:
-    """Return exponentials over log2 of batch, ranks and nodes; a length of 1e12 removes the effect of a dimension."""
+    """Return a kernel of exponentials over log2 of batch, ranks and nodes; a length of 1e12 disables a dimension."""
     never = 1e12
 
     def along(dimension: int, length: float) -> Kernel:

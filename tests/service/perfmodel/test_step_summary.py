@@ -37,7 +37,7 @@ def test_ranks_of_one_step_count_once() -> None:
 
 
 def test_a_straggler_is_named_when_it_is_mostly_the_same_rank() -> None:
-    """A straggler is the slowest rank in more than half of the steps, or there is none."""
+    """A rank is the straggler only if it is the slowest in more than half of the steps."""
     steps = np.arange(10)
     often = summarise(SampleColumns(steps, np.ones(10), straggler_rank=np.array([3] * 6 + [1] * 4)))
     mixed = summarise(SampleColumns(steps, np.ones(10), straggler_rank=np.array([3] * 5 + [1] * 5)))
@@ -53,7 +53,7 @@ def test_one_slow_step_does_not_move_the_step_time() -> None:
 
 @pytest.mark.parametrize("every", [2, 4, 8])
 def test_slow_steps_that_recur_count_in_full(every: int) -> None:
-    """Thirty steps with a wait for data at every n-th step predict a long run within their standard error and 10 %."""
+    """Thirty steps, of which every n-th waits for data, predict a long run within 10 % and two standard errors."""
     rng = np.random.default_rng(every)
     fast, waits = 0.012 * np.exp(rng.normal(0, 0.05, 3000)), np.zeros(3000)
     waits[::every] = 0.15

@@ -316,7 +316,7 @@ def test_where_no_step_accumulates_a_timed_optimizer_changes_nothing() -> None:
 
 
 def test_runs_that_accumulate_teach_an_unmeasured_type_and_the_next_job_no_slower_step() -> None:
-    """The compute of a micro-step has no optimizer; the once-per-step part carries over, and repeated would be 4 s."""
+    """If the optimizer's 0.5 s were counted in each of the four micro-steps, a step would take 4 s."""
     gradients_s, optimizer_s = 0.5, 0.5
     points = [make_configuration(1, 1, batch, 4) for batch in (32, 64)]
     taken = [4 * gradients_s * batch / 32 + optimizer_s for batch in (32, 64)]

@@ -136,7 +136,7 @@ def test_half_of_a_slow_cluster_of_the_base_is_expected_of_the_variants_that_sta
 
 
 def test_a_variant_starts_from_what_the_runs_of_the_base_say_of_parameters_jointly() -> None:
-    """Three batches fix their times but not the floor, so one batch of a variant provides as much information."""
+    """Three batches of the base tie its parameters together, so one batch of a variant tells more about the others."""
     measured = fitted([at(1, batch, BASE) for batch in (32, 64, 256)]).posteriors
     joint, base = start_of_variant(Variant("default", HALF), measured, Priors(base=BASE))
     assert joint is not None
@@ -153,7 +153,7 @@ def test_a_variant_starts_from_what_the_runs_of_the_base_say_of_parameters_joint
 
 def test_a_prior_whose_covariance_contradicts_its_deviations_is_refused() -> None:
     joint = fitted(launched(BASE)).posteriors[Variant("default", BASE)].as_prior()
-    with pytest.raises(ObservationError, match="prior covariance: its diagonal"):
+    with pytest.raises(ObservationError, match="diagonal of the prior covariance"):
         replace(joint, sd=2.0 * joint.sd)
     without = joint.without_accumulation()
     assert without.covariance is not None

@@ -23,7 +23,7 @@ from tula_wire import Estimate
 
 
 def test_a_reading_transaction_sees_one_snapshot(store: Store) -> None:
-    """A commit during the transaction is visible only in the next one."""
+    """While a transaction reads, it does not see what other transactions commit."""
     a_job(store)
     with store.reading() as tx:
         assert tx.jobs.list().total == 1
@@ -454,7 +454,6 @@ class TestAccess:
 
 
 def test_a_failed_transaction_stores_nothing(store: Store) -> None:
-    """A transaction stores all or nothing, whatever it wrote before the exception."""
     job = a_job(store)
 
     def fail_half_way() -> None:

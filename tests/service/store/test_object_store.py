@@ -40,7 +40,7 @@ class Quiet(WSGIRequestHandler):
 
 
 class ObjectStore:
-    """An S3 server in a thread that can kill a process after a number of changes that it has made."""
+    """An S3 server in a thread that can kill a client process after a given number of changes by that process."""
 
     def __init__(self) -> None:
         self._app = DomainDispatcherApplication(create_backend_app)
@@ -102,7 +102,7 @@ def month(postgres_url: str, open_store: Callable[[str], Store]) -> Store:
 
 @pytest.fixture
 def prune(month: Store, bucket: ObjectStore, tmp_path: Path) -> Callable[..., tuple[int, str]]:
-    """Return a function that runs `tula prune --yes`, and kills it at its `kill_after`-th change of the bucket."""
+    """Return a function that runs `tula prune --yes` and kills it at its `kill_after`-th change to the bucket."""
 
     def run(archive: str = f"s3://{BUCKET}/run1", kill_after: int = 0) -> tuple[int, str]:
         log = tmp_path / f"{kill_after}.log"
@@ -145,7 +145,7 @@ def values_of(file: bytes) -> pa.Table:
 def test_a_month_comes_whole_into_a_bucket_however_often_its_writer_is_killed(
     month: Store, bucket: ObjectStore, prune: Callable[..., tuple[int, str]]
 ) -> None:
-    """Writers are killed after the first change of the bucket, the second, and so on, until one succeeds.
+    """Writers are killed after the first change to the bucket, the second, and so on, until one succeeds.
 
     After each kill, the table or its file exists. A file that a reader can see is complete, and at the end there is no
     other object.

@@ -50,7 +50,7 @@ def table(month: datetime) -> str:
 
 @pytest.fixture
 def store(postgres_url: str) -> Iterator[Store]:
-    """Return a store with a clock at the time when this month has been kept for long enough."""
+    """Return a store whose clock is at the end of the retention time of this month."""
     made = Store.open(postgres_url, now=ManualClock(NEXT + KEPT))
     upgrade_schema(made.engine)
     yield made
@@ -58,7 +58,7 @@ def store(postgres_url: str) -> Iterator[Store]:
 
 
 def run_of(store: Store, month: datetime, **options: object) -> RunRecord:
-    """Create a run that began in a month and has ended, with a key that Postgres would have given it at that time."""
+    """Create a run that began in this month and has ended, with the key that Postgres would have given it then."""
     job = a_job(store, name=f"job-{month:%Y%m}")
     run = a_run(store, job.id, kind="train", **{"state": "succeeded", **options})
     key = int(f"{month:%Y%m}") * partitions.KEYS_OF_A_MONTH + 999

@@ -24,7 +24,6 @@ def test_any_chunk_comes_back_exactly(values: np.ndarray, first: int, stride: in
 
 @given(steps=st.lists(st.integers(0, 2**53), min_size=1, max_size=40))
 def test_any_order_of_steps_comes_back(steps: list[int]) -> None:
-    """The steps may be in any order and at any distance."""
     given_steps = np.array(steps, np.int64)
     again, _ = unpack(pack(given_steps, np.zeros((1, given_steps.size))), given_steps.size, 1)
     np.testing.assert_array_equal(again, given_steps)

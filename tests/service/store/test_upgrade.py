@@ -55,14 +55,12 @@ def restored(asset: Path, url: str) -> sa.Engine:
 
 @pytest.mark.parametrize("asset", sorted(ASSETS.glob("*.sqlite.sql")), ids=lambda path: path.name)
 def test_a_released_sqlite_database_is_upgraded_with_its_data(asset: Path, tmp_path: Path) -> None:
-    """The upgraded database returns the data that were stored before."""
     engine = restored(asset, str(tmp_path / "old.db"))
     holds_the_examples(engine)
 
 
 @pytest.mark.parametrize("asset", sorted(ASSETS.glob("*.postgres.sql")), ids=lambda path: path.name)
 def test_a_released_postgres_database_is_upgraded_with_its_data(asset: Path, postgres_server: PostgresServer) -> None:
-    """The upgraded database returns the data that were stored before."""
     url = postgres_server.create_database()
     engine = restored(asset, url)
     holds_the_examples(engine)
@@ -195,7 +193,7 @@ class TestRefusals:
     """Tests that a wrong schema is refused with the command to run."""
 
     def test_an_unknown_schema_names_the_upgrade_of_the_code_and_a_new_database(self, store: Store) -> None:
-        """A later version created the schema, or an unreleased one."""
+        """A later or an unreleased version created the schema."""
         with store.transaction() as tx:
             tx.connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
         for attempt in (check_schema, upgrade_schema):
@@ -218,7 +216,7 @@ class TestRefusals:
 
 
 def test_a_new_file_is_empty_and_a_migrated_one_is_not(tmp_path: Path, sqlite_template: Path) -> None:
-    """By this, `tula serve` knows that it may create the schema without being asked."""
+    """In an empty database, `tula serve` may create the schema without being asked."""
     new = open_engine(str(tmp_path / "new.db"))
     assert is_empty(new)
     new.dispose()

@@ -43,7 +43,7 @@ def overlapping(c: wire.Configuration, *, bandwidth: float = 1.0) -> float:
 
 @dataclass
 class Cluster:
-    """Runs what the plan asks for; `noise` is the relative spread of a step, `capacity_bytes` the memory of a rank."""
+    """Runs what the plan asks for; `noise` is the relative spread of steps, `capacity_bytes` the memory of a rank."""
 
     store: Store
     step_time: Callable[[wire.Configuration], float] = overlapping

@@ -22,7 +22,7 @@ def cluster(sqlite_store: Store) -> Cluster:
 
 @pytest.fixture(scope="session")
 def profiled_database(sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Cluster, str]:
-    """Create the database of a job whose plan is done; return its path, the cluster (store closed), the job's id."""
+    """Create the database of a job whose plan is done; return its path, the cluster (store closed) and the job's id."""
     path = tmp_path_factory.mktemp("profiled") / "tula.db"
     shutil.copy(sqlite_template, path)
     store = Store.open(f"sqlite:///{path}", now=ManualClock())

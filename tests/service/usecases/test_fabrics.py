@@ -1,4 +1,4 @@
-"""Tests that probes are kept per project, bounded, make open plans stale, and predict communication on such nodes."""
+"""Tests that probes are stored by project, limited in number, make open plans stale, and predict communication."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tula_service.usecases.job_data import load_job_data
 
 
 def probe(alpha: float = 1e-4, beta: float = 1e-9, **changes: Any) -> wire.FabricProbe:
-    """Return a probe of two nodes with two ranks each, on which a reduction takes exactly alpha + beta s."""
+    """Return a probe of two nodes with two ranks each; a reduction of s bytes takes exactly alpha + beta s seconds."""
     readings = [{"size_bytes": size, "time_s": alpha + beta * size, "repeats": 10} for size in (2**10, 2**18, 2**26)]
     body = {"backend": "gloo", "num_nodes": 2, "ranks_per_node": 2, "all_ranks": readings}
     return wire.FabricProbe.model_validate(body | changes)
@@ -70,7 +70,7 @@ def test_a_probe_that_cannot_be_is_refused(changes: dict[str, Any], said: str) -
 
 
 def ring_s(alpha: float, beta: float, nodes: int, ranks: int, size_bytes: float) -> float:
-    """Return the seconds of a step's collectives over a ring of all ranks, as implied by a probe of two nodes."""
+    """Return how many seconds a step's collectives take in a ring of all ranks, as implied by a probe of two nodes."""
     world, probed = nodes * ranks, 2 * ranks
     hops, buckets = (world - 1) / (probed - 1), np.ceil(size_bytes / (25 * 2**20))
     return float(buckets * alpha * hops + beta * size_bytes * hops * probed / world)

@@ -1,4 +1,4 @@
-"""Tests live monitoring: it soon finds changes of speed, raises no false alarm, and announces limits that will fail."""
+"""Tests that live monitoring soon detects a change of speed, raises no false alarm, and announces limits at risk."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_links_at_a_quarter_are_noticed_within_50_steps(trained: tuple[Cluster, 
 
 
 def test_a_change_of_speed_leaves_earlier_measurements_as_they_were(trained: tuple[Cluster, str, wire.Run]) -> None:
-    """Predictions remain those of the profiled speed, and say so; the run that contains both speeds enters no fit."""
+    """Predictions remain those of the profiled speed, with a warning; the run with both speeds enters no fit."""
     cluster, job_id, run = trained
     before = cluster.recommendation(job_id)
     feed(cluster, run, 50)

@@ -1,4 +1,4 @@
-"""Tests that an out-of-memory bounds the batch unless a larger one fitted; if nothing is left, memory is the reason."""
+"""Tests that an out-of-memory error bounds the batch unless a larger one fitted, and is the reason if none is left."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_no_fit_and_no_search_holds_a_connection(store: Store, monkeypatch: pyte
 def test_no_fit_holds_the_database_when_data_change_faster_than_it_takes(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A training run that reports all the time must not wait for a request of its recommendation."""
+    """A training run that reports continually must not wait while a requested recommendation is computed."""
     tracked = WriteTracker(store.engine)
     cluster = Cluster(tracked)
     job_id = cluster.register().job.id
@@ -158,7 +158,7 @@ def test_an_answer_is_computed_again_if_the_job_changed_meanwhile(
 
 
 def test_measurements_during_a_computation_do_not_delay_the_plan(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training during profiling reports all the time, and these reports count only for the next plan."""
+    """Training during profiling reports continually, and these reports count only for the next plan."""
     tracked = WriteTracker(store.engine)
     cluster = Cluster(tracked)
     job_id = cluster.register().job.id

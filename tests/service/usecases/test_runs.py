@@ -189,7 +189,7 @@ def test_a_profiling_run_may_end_once_its_step_time_is_known(cluster: Cluster) -
 
 
 def test_a_profiling_run_that_was_slow_to_start_measures_for_longer(cluster: Cluster, clock: ManualClock) -> None:
-    """A run measures a tenth of its start of 100 s: eight equal steps of a second are too few, ten more are enough."""
+    """A run measures for a tenth of its start-up time, here 100 s: nine steps of 1 s are too few, eighteen suffice."""
     run = claimed(cluster)
     cluster.patch(run.id, "running")
     clock.advance(109)

@@ -1,4 +1,4 @@
-"""Tests that a browser's session ends at sign-out, also for open streams, and that the oldest of too many ends."""
+"""Tests that a session and its open streams end at sign-out, and that the oldest session ends if there are too many."""
 
 from __future__ import annotations
 

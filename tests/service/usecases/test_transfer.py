@@ -210,7 +210,7 @@ def test_a_network_is_known_by_its_name_if_only_one_job_gives_its_parameters(
 
 def test_an_accelerator_without_a_data_sheet_is_named_beside_those_that_have_one() -> None:
     warnings = " ".join(hardware.describe_guesses(asked("net", "Zorg-9000")))
-    assert "no data sheet of Zorg-9000" in warnings
+    assert "no data sheet for Zorg-9000" in warnings
     assert "A100, " in warnings
     assert "set cluster.accelerator, for example" in " ".join(hardware.describe_guesses(asked("net", None)))
 

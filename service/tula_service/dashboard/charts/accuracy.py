@@ -20,7 +20,7 @@ _NONE_FOLLOWED = "No training run has followed a recommendation yet.\nTo start o
 
 
 def accuracy(job: Job, ledger: Ledger, trainings: Sequence[Run] = ()) -> Spec:
-    """Return a chart of measured against predicted step times; on its diagonal, predictions are exact.
+    """Return a chart of measured against predicted step times, whose diagonal marks exact predictions.
 
     Runs in the plan and in `trainings` are included if they were predicted before they were measured.
     """
@@ -43,7 +43,7 @@ def accuracy_of_all(entries: Sequence[tuple[str, LedgerEntry]]) -> Spec:
 
 
 def calibration(entries: Sequence[LedgerEntry]) -> Spec:
-    """Return a chart of the share of measurements inside intervals of each width; its diagonal is exact coverage."""
+    """Return a chart of the share of measurements inside 5 % to 95 % intervals; the diagonal marks exact coverage."""
     title = "All jobs: coverage of prediction intervals"
     scores = [score for entry in entries if (score := _score(entry)) is not None]
     if not scores:

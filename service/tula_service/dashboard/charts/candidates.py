@@ -177,7 +177,7 @@ def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "tim
 def _best_of_places(candidates: Sequence[Candidate], quantity: Quantity) -> list[tuple[Candidate, Estimate]]:
     """Return the best candidate for each cluster size and global batch size, in drawing order.
 
-    An allowed candidate is better than an excluded one.
+    Allowed candidates take precedence over excluded candidates.
     """
     best: dict[tuple[str, int, int], tuple[Candidate, Estimate]] = {}
     offered = [
@@ -228,7 +228,7 @@ def _shade(axis: str, row: Row, named_at: str, **text: Any) -> list[Spec]:
 
 
 def _ruled(recommendation: Recommendation, batches: Sequence[int]) -> list[Row]:
-    """Return rows for the knee, and for the batch size above which more examples hardly improve a step."""
+    """Return rows for the knee, and for the batch size above which further examples hardly improve a training step."""
     at: dict[float, list[str]] = {}
     if recommendation.knee.found and recommendation.knee.global_batch_size:
         at.setdefault(recommendation.knee.global_batch_size, []).append("knee")
@@ -243,7 +243,7 @@ def _ruled(recommendation: Recommendation, batches: Sequence[int]) -> list[Row]:
 
 
 def _rules(ruled: list[Row]) -> list[Spec]:
-    """Return layers with a vertical rule for each row; its label has its own line, on the side with more space."""
+    """Return a labelled vertical rule for each row; labels are on separate lines, on the side with more space."""
     layers: list[Spec] = []
     for row in ruled:
         side: dict[str, Any] = {"align": "right", "dx": -5} if row["left"] else {"align": "left", "dx": 5}
@@ -358,8 +358,8 @@ def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
 def options(job: Job, recommendation: Recommendation) -> Spec:
     """Return a chart of the changes in time, cost and memory, in per cent, for each value of an option.
 
-    Changes are relative to the option's first value. Filled points are values that were launched, hollow points are
-    predicted values, and lines are 90 % intervals.
+    Changes are relative to the option's first value. Filled points mark values that were launched, hollow points mark
+    predictions, and lines show 90 % intervals.
     """
     title = f"{job.name}: effects of options"
     rows: list[Row] = [
@@ -439,7 +439,7 @@ def _by_cluster(candidates: Iterable[Candidate], *, lines: bool) -> tuple[Spec, 
 
 
 def _rings(marked: Sequence[Row], x: Spec, y: Spec) -> Spec:
-    """Return a layer with a large symbol around each row of the data set `landmarks`, and a legend of `marked`."""
+    """Return a layer with a large symbol around each row of the data set `landmarks`, and a legend for `marked`."""
     labels = [row["label"] for row in marked]
     shapes = [_SHAPES[place % len(_SHAPES)] for place in range(len(labels))]
     named = vega.legend(labels, lines=False) | {"orient": "bottom", "symbolSize": 120, "labelLimit": 0}

@@ -1,4 +1,4 @@
-"""Draws charts of runs: downsampled telemetry by step, memory by rank, and a column compared over training runs."""
+"""Draws charts of runs: downsampled telemetry by step, memory by rank, and comparisons of training runs."""
 
 from __future__ import annotations
 
@@ -182,11 +182,10 @@ def _level(column: str, unit: Unit, run: Run) -> list[Spec]:
 
 
 def _rows(series: TelemetrySeries, unit: Unit) -> list[Row]:
-    """Return the values in `unit`, rounded to six digits; more would not be visible and would double the size.
+    """Return the values in `unit`, rounded to six digits; more digits would be invisible but double the chart's size.
 
-    Steps without a value are left out, because no line is drawn next to a null; a value logged at every tenth step
-    would be invisible between nulls. Values too large for a double in this unit are also left out, since JSON has no
-    infinity.
+    Steps without a value are left out, because Vega draws no line next to a null; a value logged at every tenth step
+    would be invisible. Values too large for a double in this unit are also left out, since JSON has no infinity.
     """
     size = unit.size
     return [
@@ -219,7 +218,7 @@ class QualityRun(NamedTuple):
 
 
 def quality_chart(job: Job, runs: Sequence[QualityRun], *, logarithmic: bool = False, over: Over = "epoch") -> Spec:
-    """Return a chart of one column of several runs over epochs or steps, with a colour per method (or per run).
+    """Return a chart that compares a column of several runs over epochs or steps, with a colour per method (or run).
 
     If the configurations of the runs differ, the legend also shows the configurations.
     """

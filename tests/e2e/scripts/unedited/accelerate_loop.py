@@ -1,4 +1,4 @@
-"""Trains in a loop with accelerate, which fetches each batch while the script trains on the batch before."""
+"""Trains in a loop with accelerate, which fetches each batch while the script trains on the previous one."""
 
 import argparse
 import time

@@ -1,4 +1,4 @@
-"""Trains with DDP without a DataLoader: as in nanoGPT, batches are cut from a long array; micro-steps accumulate."""
+"""Trains with DDP without a DataLoader: as in nanoGPT, batches are cut from a long array and gradients accumulate."""
 
 import argparse
 

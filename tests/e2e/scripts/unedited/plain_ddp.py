@@ -1,4 +1,4 @@
-"""Trains with plain DDP as in tutorials, without a line of Tula, and with an evaluation after each epoch."""
+"""Trains with plain DDP as in tutorials, with an evaluation after each epoch and without a line of Tula."""
 
 import argparse
 import os
