@@ -653,7 +653,7 @@ class JobSpec(WireModel):
     batch: BatchSpec = Field(BatchSpec(), description="The batches to consider.")
     objective: Objective = Field("balanced", description="What to optimize; limits apply to every objective.")
     usd_per_hour_of_waiting: Annotated[UsdPerHour, Field(gt=0)] | None = optional(
-        "What an hour of waiting for training costs you, in US dollars; `balanced` then minimizes both costs together."
+        "What waiting for training costs you, in US dollars per hour; `balanced` then minimizes both costs together."
     )
     usd_per_kwh: _PerKwh | None = optional(
         "US dollars per kilowatt-hour, if you pay for energy separately from the nodes."

@@ -179,7 +179,10 @@ def _feasible(data: JobData, memory: MemoryEvidence) -> tuple[tuple[Configuratio
 
 @dataclass(frozen=True)
 class _Crash:
-    """Option values with which every launch on `types` failed; `everywhere` is True if no variant with them ran."""
+    """Option values with which every launch on `types` failed.
+
+    `everywhere` is True if no variant with these values has run on any instance type.
+    """
 
     values: Options
     types: frozenset[str]

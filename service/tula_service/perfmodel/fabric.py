@@ -90,7 +90,7 @@ class Fabric:
     launch_s: float | None = None
 
     def within(self, ranks: int, size_bytes: float, messages: int = 1) -> tuple[float, float] | None:
-        """Return the seconds of the collectives within a node and the standard deviation of their logarithm.
+        """Return the seconds that collectives take within a node, and the standard deviation of the log of this time.
 
         The result is None if the node has one rank, or if the probe did not measure the ranks of one node separately.
         """

@@ -180,7 +180,7 @@ class Hardware:
 
     @property
     def device_sd(self) -> float:
-        """Return the uncertainty of the device's log speed; if the peak is unknown, the speed is guessed."""
+        """Return the uncertainty of the device's log speed, which is larger if the peak is unknown."""
         return _UNKNOWN_DEVICE_SD if self.peak_tflops is None else self.figures_sd
 
 

@@ -136,9 +136,9 @@ def further_switches(start: Options, base: Options, options: Options) -> int:
 def nearest(variant: Variant, measured: Iterable[Variant], *, by: frozenset[str] = frozenset()) -> Variant | None:
     """Return the measured variant that is nearest to `variant`, or None if there is no measured variant.
 
-    Variants of the same instance type are nearer than all others. Among these, the nearest variant has the fewest
-    switches in the options `by` and, if several do, the fewest switches in all options. If several variants are equally
-    near, the first is returned.
+    Variants of the same instance type are nearer than all others. Among them, the nearest variant is the one that
+    differs in the fewest of the options listed in `by`. If several do, the one that differs in the fewest options
+    overall is nearer; if they are still tied, the first is returned.
     """
 
     def distance(other: Variant) -> tuple[bool, int, int]:

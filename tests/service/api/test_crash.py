@@ -177,7 +177,7 @@ def test_workers_never_give_one_run_to_two_claimants(two_workers: Workers) -> No
 
 
 def test_two_hundred_agents_at_once_are_all_served(sqlite_url: str) -> None:
-    """200 agents send one batch after the other for 3 s; each batch is acknowledged or gets a Retry-After."""
+    """200 agents each send one batch after another for 3 s; each batch is acknowledged or gets a Retry-After."""
     prepared = prepare(sqlite_url)
     seconds, statuses = 3.0, []
     with Server(sqlite_url, max_in_flight=150) as server:

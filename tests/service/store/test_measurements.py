@@ -21,7 +21,7 @@ from tula_service.store.samples import Samples
 
 
 class TestSamples:
-    """Tests that rows are stored once, and what a fit gets from them."""
+    """Tests that each row is stored once, and which statistics of the rows a fit receives."""
 
     def test_rows_are_stored_once_however_often_they_are_sent(self, store: Store) -> None:
         job = a_job(store)
@@ -36,7 +36,7 @@ class TestSamples:
             assert tx.samples.add(run.key, job.id, samples(15, boot_id="restarted")) == 15
 
     def test_samples_and_a_change_of_their_run_wait_for_each_other_in_turn(self, postgres_url: str) -> None:
-        """Both lock the job and the run; in different orders, each could hold the lock that the other needs."""
+        """Each locks the job and the run; if the orders differed, each could hold a lock that the other needs."""
         store = Store.open(postgres_url)
         job = a_job(store)
         run = a_run(store, job.id)

@@ -23,7 +23,7 @@ def registered(cluster: Cluster, **limits: float | str) -> str:
 
 
 def send(cluster: Cluster, run: wire.Run, first_step: int, *, steps: int = 10, epochs_before: float = 0.0) -> None:
-    """Send steps of a second each, from `first_step` on, of a process that began after `epochs_before` epochs."""
+    """Send one-second steps from `first_step` on, as a process that began after `epochs_before` epochs."""
     numbers = list(range(first_step, first_step + steps))
     cluster.send(run, [1.0] * steps, step=numbers, epochs_before=epochs_before)
 

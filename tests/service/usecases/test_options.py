@@ -1,4 +1,4 @@
-"""Tests options of a job: launched one by one after the base, and never recommended without a measurement."""
+"""Tests that a job's options are launched one by one after the base and never recommended unmeasured."""
 
 from __future__ import annotations
 

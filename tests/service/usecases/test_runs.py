@@ -85,11 +85,11 @@ def test_agents_of_a_lease_that_is_over_are_told_so_and_change_nothing(store: St
     chunk = {"rank": 0, "boot_id": "late", "sequence": 0, "steps": [0], "columns": {"loss": [1.0]}}
     samples, telemetry = cluster.ingest, TelemetryIngest(cluster.store, KnownRuns(cluster.store))
     for number in (run.lease, run.lease + 1):
-        with pytest.raises(Conflict, match="stop working on it"):
+        with pytest.raises(Conflict, match="stop working on the run"):
             samples.store(ANONYMOUS, run.id, wire.SampleBatch.model_validate(late), number)
-        with pytest.raises(Conflict, match="stop working on it"):
+        with pytest.raises(Conflict, match="stop working on the run"):
             telemetry.store(ANONYMOUS, run.id, wire.TelemetryChunk.model_validate(chunk), number)
-        with pytest.raises(Conflict, match="stop working on it"):
+        with pytest.raises(Conflict, match="stop working on the run"):
             runs.patch(cluster.store, ANONYMOUS, run.id, wire.RunPatch(state="succeeded"), number)
     left = runs.get(cluster.store, ANONYMOUS, run.id)
     assert (left.state, left.num_samples) == ("claimed", 0)

@@ -27,7 +27,7 @@ _STEP_LABEL: Final = "datum.value % 1 ? '' : format(datum.value, '~s')"
 
 
 class Panel(NamedTuple):
-    """A drawing area whose columns share a y axis with this title."""
+    """A drawing area whose columns share a y axis, which is labelled with `title`."""
 
     title: str
     columns: tuple[str, ...]
