@@ -1,7 +1,7 @@
 """Installs a start-up hook that measures a launched script if the script does not import the agent.
 
 `tula.pth`, which is installed next to the packages, makes Python import this module at start-up if TULA_RUN_ID or
-TULA_JOB is in the environment, whatever the launcher; otherwise, the file costs only two look-ups. The hook does
+TULA_JOB is in the environment, regardless of the launcher; otherwise, the file costs only two look-ups. The hook does
 nothing until torch is imported and an optimizer has stepped, and it ignores the steps of a script that imports
 `tula_agent`. This module is therefore outside that package. If the script imports accelerate, the hook also records
 when accelerate lowers the batch size after an out-of-memory error, since the steps do not show the cause. The hook
@@ -25,8 +25,8 @@ lowered_for: list[str] = []
 
 
 class WhenImported:
-    """Import hook that passes certain modules to functions right after Python has imported them, without importing any
-    module.
+    """Import hook that passes certain modules to functions right after Python has imported them; it imports no module
+    itself.
     """
 
     def __init__(self, functions: dict[str, Callable[[Any], None]]) -> None:
@@ -101,7 +101,7 @@ class Stepped:
 
 @functools.cache
 def _lightning_callback() -> Any:
-    """Return the callback class, or None if the script imports the agent, since it then does its own measuring."""
+    """Return the callback class, or None if the script imports the agent and so measures itself."""
     if "tula_agent" in sys.modules:
         return None
     return importlib.import_module("tula_agent.callbacks.lightning").UneditedCallback

@@ -2,8 +2,7 @@
 
 The job is started once per run and forks one rank per node; each rank enters its node's namespace. The network's
 parameters are real and their gradients cross the links. Compute is simulated by waiting, so that eight nodes do not
-compete for the cores of one machine. The waiting time grows with the batch, and does not fall below a minimum for small
-batches.
+compete for the cores of one machine. The waiting time grows with the batch, but never falls below a minimum.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def device_time_s(local_batch_size: int) -> float:
 
 
 class Wait(torch.autograd.Function):
-    """A layer whose forward and backward passes wait for a given time; its gradient has the size of its parameters."""
+    """A layer that waits for a given time in each pass, and returns a constant gradient for `weight`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -100,10 +99,10 @@ def rank_main(options: argparse.Namespace) -> None:
 
 
 def load() -> None:
-    """Before the fork, import the modules that ranks would otherwise import at the first step or shipment.
+    """Before the fork, import the modules that ranks would otherwise import when they first step or send samples.
 
-    On separate nodes, these imports finish during the warm-up. Eight ranks on the few cores of one machine would still
-    be importing when a profiling run begins to measure, so its steps would appear slow.
+    On separate nodes, these imports finish during the warm-up. On the few cores of one machine, eight ranks would still
+    be importing when a profiling run begins to measure, and the run would report slow steps.
     """
     weight = nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)

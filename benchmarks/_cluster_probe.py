@@ -1,4 +1,4 @@
-"""Probes the links between the namespaces of `benchmarks.support.cluster`, with one rank per node; prints JSON."""
+"""Probes the links between the namespaces of `benchmarks.support.cluster`, with one rank per node, and prints JSON."""
 
 from __future__ import annotations
 

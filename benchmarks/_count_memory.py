@@ -4,8 +4,8 @@
     python -m benchmarks.memory --grids FILE
 
 The second command then scores `memory.analytic.*` (the two smallest batches and the counted slope) and
-`memory.counted_one.*` (the smallest batch alone and the counted slope). The output has rows only for networks whose
-name in the table is also the name of a timm model. Images have the size that timm uses, and the optimizer is SGD with
+`memory.counted_one.*` (the smallest batch alone and the counted slope). The output contains only networks whose name in
+the table is also the name of a timm model. Images have timm's size for the model, and the optimizer is SGD with
 momentum. This program needs timm and a torchvision that matches torch; the repository's own environment has neither.
 """
 

@@ -1,8 +1,8 @@
-"""Records when each step of rank 0 ends; the training scripts of `benchmarks.ease` import it.
+"""Records when each step of rank 0 ends; the training scripts of `benchmarks.ease` import this module.
 
 This clock is independent of the agent. Other work on the machine makes two runs of a script differ, but the agent's
 measurements and this clock cover the same steps of one run. If there are several optimizers (a GAN has two, and ZeRO
-has one within another), a step ends when the last optimizer has taken its step.
+wraps one in another), a step ends when the last optimizer has taken its step.
 """
 
 from __future__ import annotations

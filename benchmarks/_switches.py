@@ -79,8 +79,8 @@ def main() -> int:
         print(f"{name:<12} {configuration(shown)}: {duration(3600 * took[shown])}")
     share = figures["switches.launches"] / figures["switches.exhaustive"]
     print(
-        f"training takes {percent(figures['switches.regret'])} longer with the choice than with the best of all; "
-        f"tuning needed {percent(share)} of the launches that measure all candidates"
+        f"training takes {percent(figures['switches.regret'])} longer with the choice than with the best candidate; "
+        f"tuning needed {percent(share)} of the launches required to measure all candidates"
     )
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")

@@ -4,14 +4,15 @@ python -m benchmarks.agent_overhead [--pairs N] [--smoke] [--json OUT]
 
 Two processes do the same fixed work on 161 tensors with 25.6 million parameters in total; one process runs the agent,
 which reports to a real HTTP server. The processes take turns of a few steps on the same machine, and each is stopped
-(SIGSTOP) while the other runs. `step.overhead` is the difference between the median step times of a pair of turns, as
-the median over pairs of turns, plus the cost of the gradient norms per step. The agent computes norms at two
-consecutive steps, and then not again for many steps. Steps with norms are too rare to affect a median, and the measured
-steps do not always include them. Therefore the cost of the norms is the time that two computations take, divided by the
-number of steps from one pair of computations to the next. The interval comes from a bootstrap over pairs of turns. The
-shipping thread sends at fixed times, even if its process was stopped in between, so its CPU time is measured in two
-long turns: in the first 30 s of the run, when it sends every second (`agent.thread_begin_us_per_step`), and afterwards,
-when it sends every ten seconds (`agent.thread_us_per_step`).
+(SIGSTOP) while the other runs. In each pair of turns, the median step time without the agent is subtracted from the
+median step time with it. `step.overhead` is the median of these differences over all pairs, plus the cost of the
+gradient norms per step, as a fraction of the step time without the agent. The agent computes norms at two consecutive
+steps, and then not again for many steps. Steps with norms are too rare to affect a median, and the measured steps do
+not always include them. Therefore the cost of the norms is the time that two computations take, divided by the number
+of steps from one pair of computations to the next. `step.overhead_low` and `step.overhead_high` are the ends of a 95 %
+interval from a bootstrap over pairs of turns. The shipping thread sends at fixed times, even if its process was stopped
+in between, so its CPU time is measured in two long turns: in the first 30 s of the run, when it sends every second
+(`agent.thread_begin_us_per_step`), and afterwards, when it sends every ten seconds (`agent.thread_us_per_step`).
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Training:
         self.optimizer.step()
 
     def count_rounds(self, step_s: float) -> int:
-        """Return the number of rounds for which a step takes `step_s` seconds."""
+        """Return the number of rounds with which a step takes `step_s` seconds."""
 
         def least(rounds: int) -> float:
             times = []
@@ -144,7 +145,7 @@ class Agent:
         return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
     def report(self, measured: int) -> dict[str, float]:
-        """Return the cost of the agent per step, over `measured` steps."""
+        """Return the agent's mean costs per step over the `measured` steps after the warm-up."""
         calls = {"timing": 2, "gradients": 1}  # each call includes reading the clock, which is not a cost of the agent
         clock = sum(self._spent["clock"])
         report = {
@@ -160,9 +161,9 @@ class Agent:
 def child(turns: Connection, environment: dict[str, str], parameters: int) -> None:
     """Run as one of the two processes: take the requested steps, and send the time of each step in seconds.
 
-    The first number received is the number of rounds in a step, or 0 for as many rounds as take STEP_S seconds. Each
-    further number is the number of steps to take; 0 ends the process. After a negative number of steps, the process
-    sends the CPU time that the shipping thread used during these steps, in seconds.
+    The first number received is the number of rounds in a step; with 0, the number is chosen so that a step takes
+    STEP_S seconds. Each further number is the number of steps to take; 0 ends the process. After a negative number of
+    steps, the process sends the CPU time that the shipping thread used during these steps, in seconds.
     """
     os.environ.clear()
     os.environ.update(environment)
@@ -216,7 +217,7 @@ def resident() -> int:
 
 
 class Process:
-    """A forked child process that is stopped except during its turns; all children start with the same imports."""
+    """A child process that is stopped except during its turns; every child is forked with the same modules imported."""
 
     def __init__(self, environment: dict[str, str], parameters: int) -> None:
         context = multiprocessing.get_context("fork")
@@ -241,7 +242,7 @@ class Process:
 
 
 def import_ms(repeats: int) -> float:
-    """Return how many ms it takes to import `tula_agent` after torch: the minimum over `repeats` new interpreters."""
+    """Return the shortest time, in ms, in which one of `repeats` new interpreters imports `tula_agent` after torch."""
     code = "import time, torch; t = time.perf_counter(); import tula_agent; print((time.perf_counter() - t) * 1e3)"
     command = [PYTHON, "-c", code]
     runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(repeats)]
@@ -258,8 +259,8 @@ def measure(
 ) -> dict[str, float]:
     """Measure all figures that the module's docstring describes, and return them by key.
 
-    A step consists of `rounds` rounds of work (0: as many as take STEP_S seconds). `long` contains the numbers of steps
-    in the two long turns, and `parameters` is the number of the model's parameters.
+    A step consists of `rounds` rounds of work; with 0, the number is chosen so that a step takes STEP_S seconds. `long`
+    contains the numbers of steps in the two long turns, and `parameters` is the number of the model's parameters.
     """
     with tempfile.TemporaryDirectory() as spool, Sink() as server:
         reporting = {"TULA_URL": server.url, "TULA_RUN_ID": "bench", "TULA_SPOOL_DIR": spool}

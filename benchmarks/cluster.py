@@ -9,8 +9,8 @@ two times is the uncertainty. Each search has a separate project, so that it can
 each search, the benchmark prints the median error of predicted step times over the candidates that the search did not
 profile, the regret of the recommendation in measured time, and the node-seconds of the search as a fraction of those of
 the full search. It then trains with the links at full speed, reduces their bandwidth to a quarter, and counts the steps
-until the service raises the alarm, and the false alarms before the reduction. `--only launches` tunes once with one
-launch for each run and once with launches that measure every batch of a cluster, and compares the wall-clock times,
+until the service raises the alarm. It also counts false alarms before the reduction. `--only launches` tunes once with
+one launch for each run and once with launches that measure every batch of a cluster, and compares the wall-clock times,
 node-seconds, choices and step times of both searches. It then compares the wall-clock times in the same way for
 `examples/digits_ddp.py` under torchrun on the cores of this machine. A full benchmark includes these comparisons.
 `--smoke` uses two candidates on two nodes without a full search; its figures only show that the benchmark works.
@@ -245,7 +245,7 @@ class Bench:
         return figures
 
     def both_ways(self, name: str, command: list[str], space: str, *, repeats: int) -> list[dict[str, Any]]:
-        """Execute a plan with shared launches, and then its runs `repeats` times with one launch per run."""
+        """Return the output of a plan with shared launches, and `repeats` outputs of its runs in separate launches."""
         budget = min(RUNS_COMPARED, self.size.num_candidates)
         jobs = [self.work(name, command, space, budget)]
         shapes = sorted(_step_times(jobs[0]), reverse=True)  # largest first, so that one launch probes the links
@@ -361,7 +361,7 @@ class Bench:
     def work(
         self, project: str, command: list[str], space: str, budget: int, again: Sequence[tuple[int, int]] = ()
     ) -> dict[str, Any]:
-        """Do the work of `tula tune`, with shared launches or one launch per run in `again`; return the output."""
+        """Profile as `tula tune` does, with shared launches or with one launch for each configuration in `again`."""
         client, environment = self.project(project)
         folder = self.folder / project
         configurations = tuple(Configuration(num_nodes=nodes, local_batch_size=batch) for nodes, batch in again)
@@ -465,7 +465,7 @@ def stolen_share(since: tuple[int, int]) -> float:
 
 
 def processor_clock() -> tuple[int, int]:
-    """Return the ticks of all processors so far, as (ticks given to other machines, other ticks); see proc(5), stat."""
+    """Return the ticks of all processors so far (given to other machines, all others); see /proc/stat in proc(5)."""
     user, nice, system, idle, waiting, hard, soft, stolen, *_ = map(
         int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     )

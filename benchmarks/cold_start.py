@@ -4,10 +4,10 @@
 
 FILE contains step times on a single device. It has the columns of tests/data/single_device.csv, and optionally
 `activation_elements_per_sample` (the number of outputs of layers) and other fields of `model` in job.toml. The
-product's own prior predicts every row, from hardware figures alone and with a history of earlier jobs. Histories are
-drawn at random (the same in every run) from other networks of the same source: `here` is the number of earlier jobs on
-the same GPU, and `elsewhere` the number on other GPUs. The jobs have the `same` precision as the target, or `any`. The
-keys `cold.<precision>.<here>.<elsewhere>.median` and `.p90` are the median and the 90th percentile of the factor by
+product's own prior predicts every row twice: from hardware figures alone, and with a history of earlier jobs. Histories
+are drawn at random (the same in every run) from other networks of the same source: `here` is the number of earlier jobs
+on the same GPU, and `elsewhere` the number on other GPUs. The jobs have the `same` precision as the target, or `any`.
+The keys `cold.<precision>.<here>.<elsewhere>.median` and `.p90` are the median and the 90th percentile of the factor by
 which the guess is wrong, minus 1 (0.5: the true time is 50 % longer than the guess, or a third shorter), and
 `.coverage` is the coverage of the guesses' 90 % intervals. `.without` is the median for the same targets if they are
 guessed from hardware figures alone. Histories for which there are too few rows are left out. Without history,
@@ -74,7 +74,7 @@ def parse_precision(row: Mapping[str, str]) -> Precision:
 
 
 def read(path: Path) -> list[Timing]:
-    """Return every row with its prediction from hardware figures, except for devices without a data sheet."""
+    """Return every row with its prediction from hardware figures; skip devices without a data sheet."""
     timings = []
     for row in read_rows(path):
         precision = parse_precision(row)

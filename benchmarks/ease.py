@@ -1,4 +1,4 @@
-"""Measures how accurate step times are if the script is not edited, and how long a first recommendation takes.
+"""Measures how accurate step times are without editing the script, and how long a first recommendation takes.
 
     python -m benchmarks.ease [--fresh] [--rounds 3] [--json OUT] [--smoke]
 
@@ -7,14 +7,14 @@ with the lines of docs/embed.md added to the script. Two runs of a script differ
 Therefore one more line in both variants imports a clock that records when each optimizer step ends
 (benchmarks/_step_clock.py), and each measured step time is divided by the time of the same step according to the clock.
 Keys: `no_edit.scripts_measured` is the number of scripts, out of fourteen, for which the hook measured enough steps and
-the correct batch, accumulation and world size. `no_edit.<script>.step_time_error` is the relative difference of this
-ratio between runs without an edit and runs with the agent's lines (0.03: 3 %); each ratio is the median over the steps,
-and then over the rounds. `no_edit.step_time_error.median` and `.max` summarise the errors of all scripts, and
-`no_edit.across_runs.median` is the median error if step times of the two variants are compared directly.
-`seconds_to_recommendation.digits` is the wall-clock time of `tula tune` on examples/digits_ddp.py with the job of
-examples/demo.py, from the command to its recommendation; the service is already running. `--fresh` builds a wheel and
-measures in a new virtual environment with this wheel, its extras `agent` and `service`, and the scripts' frameworks.
-The smoke run measures only one script, and omits `seconds_to_recommendation.digits`.
+the correct batch, accumulation and world size. `no_edit.<script>.step_time_error` is the relative difference between
+this ratio in runs without an edit and in runs with the agent's lines (0.03: 3 %). A run's ratio is the median over its
+steps, and a variant's ratio is the median over its rounds. `no_edit.step_time_error.median` and `.max` summarise the
+errors of all scripts, and `no_edit.across_runs.median` is the median error if step times of the two variants are
+compared directly. `seconds_to_recommendation.digits` is the wall-clock time of `tula tune` on examples/digits_ddp.py
+with the job of examples/demo.py, from the command to its recommendation; the service is already running. `--fresh`
+builds a wheel and measures in a new virtual environment with this wheel, its extras `agent` and `service`, and the
+scripts' frameworks. The smoke run measures only one script, and omits `seconds_to_recommendation.digits`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Measured:
 
 
 def embedded(source: str) -> str:
-    """Return the script with the agent's lines for a callback, a loop over a loader, or a loop without a loader."""
+    """Return the script with the agent's lines added: a callback, or lines for a loop with or without a loader."""
     if "pl.Trainer(" in source:
         call = "pl.Trainer(callbacks=[__import__('tula_agent.callbacks.lightning').callbacks.lightning.TulaCallback()],"
         return source.replace("pl.Trainer(", call)
@@ -225,7 +225,7 @@ def without_an_edit(scripts: Sequence[Path], rounds: int, modules: Sequence[str]
 
 
 def tuned(spec: str, script: Sequence[str], read: Callable[[Client], T]) -> tuple[float, T]:
-    """Run `tula tune` on a script; return its duration in seconds and the result of `read`. Raises RuntimeError on
+    """Run `tula tune` on a script; return the duration in seconds and the result of `read`. Raises RuntimeError on
     failure.
     """
     with tempfile.TemporaryDirectory() as name, Server(f"sqlite:///{name}/tula.db") as server:
@@ -300,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         figures = without_an_edit(scripts, options.rounds, [*AGENT, *FRAMEWORKS])
         figures["seconds_to_recommendation.digits"] = took_s = tuned(SPEC.replace("MOST", "2"), [str(DIGITS)], bool)[0]
-        print(f"\n`tula tune` on the digits took {took_s:.1f} s until its recommendation")
+        print(f"\n`tula tune` took {took_s:.1f} s to recommend a configuration for the digits example")
     write_json(options.json, figures)
     return 0
 

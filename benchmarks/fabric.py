@@ -10,10 +10,10 @@ have priority over other programs, so that eight ranks on the cores of one machi
 nodes.
 
 The keys `from_two.*` and `from_all.*` are the errors of the predictions after the probe of two nodes and after the
-probe of all nodes: the `median_error` and the `worst` error (0.1: 10 %). `added.median_error` is the error of a simple
-sum as the prediction: the compute time plus the time that an all-reduce of all bytes takes according to the probe of
-two nodes. `within_interval` is the share of predictions after the probe of two nodes whose 90 % interval contains the
-true step time. The smoke run uses one bandwidth, one size and two nodes.
+probe of all nodes: the `median_error` and the `worst` error (0.1: 10 %). `added.median_error` is the median error of a
+simpler prediction, the sum of the compute time and of the time that an all-reduce of all bytes takes according to the
+probe of two nodes. `within_interval` is the share of predictions after the probe of two nodes whose 90 % interval
+contains the true step time. The smoke run uses one bandwidth, one size and two nodes.
 """
 
 from __future__ import annotations

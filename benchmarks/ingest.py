@@ -5,8 +5,8 @@
 Requests carry tokens, and commits are durable. A step value is the value of one column at one step. The requests come
 from separate processes on the same machine, so the service and its clients share the cores. `raw` writes the same rows
 with the database driver alone, with one commit per chunk, before and after each case; fractions are relative to the
-mean of both. `cpu_s_per_million` is the user and system time of the service's processes per million step values; other
-work on the machine affects this time less than it affects rates. `agents` sends the same requests as agents,
+mean of the two rates. `cpu_s_per_million` is the user and system time of the service's processes per million step
+values; other work on the machine affects this time less than it affects rates. `agents` sends requests as agents do,
 alternately with samples and with telemetry of ten steps; a service that handles N requests per second can serve N
 agents that each send one request per second. This case is measured with one, two and four workers, and with two
 replicas on one Postgres. `alone` and `beside_fits` measure an agent that sends one request after another, first alone
@@ -65,7 +65,7 @@ def wide_job(name: str, instance_types: int) -> dict[str, object]:
 
 
 def series(steps: int, seed: int) -> np.ndarray:
-    """Return columns that resemble those of a training run, with noise in every digit: float64 (columns, steps)."""
+    """Return columns that resemble those of a training run, with noise in every digit, as float64 (columns, steps)."""
     noise = np.random.default_rng(seed)
     at = np.arange(steps)
     return np.stack(
@@ -108,7 +108,7 @@ def sample_requests(run_ids: list[str], samples: int) -> list[Request]:
 
 
 def agent_requests(run_ids: list[str], steps: int) -> list[Request]:
-    """Return requests of agents that cover `steps` steps each, alternately with samples and with telemetry."""
+    """Return requests as agents send them, alternately with samples and with telemetry; each covers `steps` steps."""
     pairs = zip(sample_requests(run_ids, steps), telemetry_requests(run_ids, steps), strict=True)
     return [request for pair in pairs for request in pair]
 
@@ -135,7 +135,7 @@ class Databases:
         self.run_ids, self.header = prepare(self._template)
 
     def copy(self) -> str:
-        """Create another copy and return its URL for Tula."""
+        """Create another copy of the database, and return its URL for Tula."""
         name = f"copy_{next(self._numbers)}"
         if self._postgres:
             return self._postgres.create_database(name, template="template")
@@ -143,7 +143,7 @@ class Databases:
         return f"sqlite:///{self._folder}/{name}.db"
 
     def serve(self, workers: int) -> Server:
-        """Start a service on another copy."""
+        """Start a service on another copy of the database."""
         return Server(self.copy(), workers=workers, ingest_per_minute=10**9)
 
 

@@ -102,7 +102,7 @@ def score(job: Job, others: Sequence[Job], ranks: int, learned: Mapping[str, Ste
 
 
 def _scale(job: Job) -> StepTimePrior:
-    """Return a prior whose compute is, to a factor of e, the step time of the largest batch on the fewest ranks."""
+    """Return a prior whose compute time is centred on the step time of the largest batch on the fewest ranks."""
     base = generic_prior()
     where = max(job.workload.candidates, key=lambda c: (-c.world_size, c.local_batch_size))
     centre, sd = base.mean.copy(), base.sd.copy()

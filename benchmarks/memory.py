@@ -2,20 +2,21 @@
 
     python -m benchmarks.memory [--grids FILE] [--json OUT] [--smoke]
 
-Which readings are valid depends only on the readings, never on the model. A device that runs out of memory reports the
-level that it had reached. Therefore a workload's readings end before the first reading that (1) does not rise, (2) is
-within 5 % of the device's capacity, or (3) is above 70 % of the capacity and adds less than 0.7 times as many bytes per
-example as the previous reading did (work space shrinks when memory is short). Workloads with fewer than three valid
-readings are counted but not scored. `memory.raw.*` are the same figures without rules 2 and 3. If the table has a
-column `analytic_bytes` (a count of tensors), `memory.analytic.*` are the figures if the prior has the slope of this
-count, and `memory.counted_one.*` are the figures if only the smallest batch is read and the prior has this slope
-(`python -m benchmarks._count_memory` writes such a table). `memory.three.*` are predicted from the three smallest
+Which readings are valid depends only on the readings, never on the model. When a step runs out of memory, the reading
+shows only how much was in use until then. Therefore a workload's readings end before the first reading that (1) does
+not rise, (2) is within 5 % of the device's capacity, or (3) is above 70 % of the capacity and adds less than 0.7 times
+as many bytes per example as the previous reading did (work space shrinks when memory is short). Workloads with fewer
+than three valid readings are counted but not scored. `memory.raw.*` are the same figures without rules 2 and 3. If the
+table has a column `analytic_bytes` (a count of tensors), `memory.analytic.*` are the figures with the slope of this
+count as the prior's slope, and `memory.counted_one.*` are the figures with this prior if only the smallest batch is
+read (`python -m benchmarks._count_memory` writes such a table). `memory.three.*` are predicted from the three smallest
 batches, and `memory.apart.*` from the batches b and 4 b, for workloads whose largest batch is at least 16 b.
 
 The agent counts static memory: parameters, gradients, optimizer state and context. If the table has a column
-`parameters`, static memory is estimated as a multiple of the parameters' bytes plus a constant (the context), which are
-fitted to the lines through the readings of networks of all other families on the device. `memory.uncounted.*` are the
-figures without static memory. Networks whose names begin with the same letters form a family.
+`parameters`, static memory is estimated as a multiple of the parameters' bytes plus a constant (the context). The
+multiple and the constant are fitted to the readings of all other families of networks on the device.
+`memory.uncounted.*` are the figures without static memory. Networks whose names begin with the same letters form a
+family.
 
 For `ceiling.*`, the largest reading is taken as the capacity, and the two smallest batches are read. `ceiling.median`
 and `ceiling.worst` are the errors of the batch that is predicted to fit with a probability of 50 %. `ceiling.unsafe` is
@@ -169,7 +170,7 @@ def score(
 
 
 def ceiling(workloads: Sequence[MemoryWorkload], static: Mapping[str, float]) -> dict[str, float]:
-    """Predict the largest batch from the two smallest; return errors, and how often a promised batch does not fit."""
+    """Predict the largest batch from the two smallest batches; return errors, and how often a promise does not hold."""
     offs, shares = [], []
     for workload in workloads:
         valid = valid_readings(workload)

@@ -1,30 +1,32 @@
-"""Compares the time and cost of each objective's choice with the least possible time and cost, on measured grids.
+"""Compares the time and cost of each objective's choice with the lowest possible values, on measured grids.
 
     python -m benchmarks.objectives [--grids FILE] [--noise 0.03] [--json OUT] [--jobs N] [--smoke]
 
-For each workload and objective, the planner makes at most six runs, which measure the table's step times with the noise
-`--noise` (the standard deviation of their logarithm). The planner's recommendation is then evaluated with the step
-times in the table. All rank-hours have the same price. A training run processes `--examples` examples in total (1.28e8:
-a hundred epochs of ImageNet). The guard of `balanced` allows only batches that preserve the accuracy of the smallest
-batch, as for a job with unknown noise and optimizer; the least time and cost are over all batches. Each choice is made
-in five draws of the noise, since a few percent of noise can change it.
+For each workload and objective, the planner makes at most six runs. A run measures the table's step time multiplied by
+random noise; `--noise` is the standard deviation of the noise's logarithm. The planner's recommendation is then
+evaluated with the step times in the table. All rank-hours have the same price. A training run processes `--examples`
+examples in total (1.28e8: a hundred epochs of ImageNet). The guard of `balanced` allows only batches that preserve the
+accuracy of the smallest batch, as for a job whose gradient noise and optimizer are unknown; the lowest time and cost,
+with which choices are compared, are taken over all batches. Each choice is made in five draws of the noise, since a few
+percent of noise can change it.
 
 The keys for `balanced`, `time`, `cost`, `knee` and `kneedle` are `<objective>.time_over_least.mean`, `.geometric` and
-`.p90`, the same for `.cost_over_least`, `.dominated` (the share of choices for which another candidate is both faster
-and cheaper by more than the noise), and `.place` (the mean position of the batch in the logarithmic range, from 0 for
-the smallest to 1 for the largest). `kneedle` is the rule of Kneedle (Satopaa 2011) on log time over log batch, with the
-same fit as `knee`; if there is no knee, it chooses the least time. `known` is the rule of `balanced` if every step time
-is known without noise. `measured` is the rule of `balanced` if every step time is measured with noise; it shows how
-much could be gained by more than six runs.
+`.p90`, the same three for `.cost_over_least`, `.dominated` (the share of choices for which another candidate is both
+faster and cheaper by more than the noise), and `.place` (the mean position of the batch in the logarithmic range, from
+0 for the smallest to 1 for the largest). `kneedle` is the rule of Kneedle (Satopaa 2011) on log time over log batch,
+with the same fit as `knee`; if there is no knee, it chooses the shortest time. `known` applies the rule of `balanced`
+to all true step times. `measured` applies the rule to noisy measurements of all step times, and shows how much could be
+gained by more than six runs.
 
-`sensitivity.balanced.p90` is the factor by which the time or the cost of the choice changes, whichever changes more,
-when one end of the range of local batches or ranks moves by one doubling. Ends move inwards from the whole table, and
-outwards from the table without one doubling at each of the four ends, since no table has rows outside its range.
-`.inward.p90` and `.outward.p90` cover only the moves in one direction. `.allowed.p90` covers only the moves after which
-the earlier choice is still a candidate. `.answer_kept.p90` covers only the inward moves among them, which remove only
-candidates that were not chosen. `sensitivity.time.*` are the same figures for the choices of `time`. Three more figures
-show the changes that occur even if every step time is known: with the rule of `balanced` (`.balanced.known`), with the
-least product of time and cost (`.balanced.product`), and with the least time (`.balanced.least`).
+`sensitivity.balanced.p90` is the 90th percentile of the factor by which the time or the cost of the choice changes,
+whichever changes more, when one end of the range of local batches or ranks moves by one doubling. Ends move inwards
+from the whole table, and outwards from the table without one doubling at each of the four ends, since no table has rows
+outside its range. `.inward.p90` and `.outward.p90` cover only the moves in one direction. `.allowed.p90` covers only
+the moves after which the earlier choice is still a candidate. `.answer_kept.p90` covers only the inward ones of these
+moves; they remove only candidates that were not chosen. `sensitivity.time.*` are the same figures for the choices of
+`time`. Three more figures show the changes that occur even if every step time is known: with the rule of `balanced`
+(`.balanced.known`), with the lowest product of time and cost (`.balanced.product`), and with the shortest time
+(`.balanced.least`).
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ class Judged:
 
 
 def goal_for(objective: Objective, workload: Workload, examples: float) -> Goal:
-    """Return a goal at one price per rank-hour, whose guard preserves the accuracy of the smallest batch."""
+    """Return a goal with one price per rank-hour, whose guard preserves the accuracy of the smallest batch."""
     guard = AccuracyGuard(examples, min(c.global_batch_size for c in workload.candidates))
     return Goal(objective, Training(examples), {"default": Offer(usd_per_rank_hour=3600.0)}, guard=guard)
 
@@ -98,7 +100,7 @@ def answer(seen: Workload, name: Objective | Literal["kneedle"], examples: float
 
 
 def kneedle(seen: Workload, runs: Sequence[Placement]) -> Placement:
-    """Return the fastest candidate at the batch nearest to Kneedle's knee, or of all batches if there is no knee."""
+    """Return the fastest candidate at the batch nearest to Kneedle's knee, or the fastest of all without a knee."""
     from kneed import KneeLocator
 
     model = fit_step_time(seen.measure(runs), candidates=seen.candidates)
@@ -129,7 +131,7 @@ def dense_curve(candidates: Sequence[Placement], model: StepTimeModel) -> tuple[
 
 
 def judge(workload: Workload, noise: float, examples: float) -> Judged:
-    """Evaluate every objective on one workload, and how the range of the candidates affects the choices."""
+    """Evaluate every objective on one workload, and measure how the range of the candidates affects the choices."""
     time = {c: workload.step_time_s[c] * examples / c.global_batch_size for c in workload.candidates}
     cost = {c: time[c] * c.world_size for c in workload.candidates}
     batches = [c.global_batch_size for c in workload.candidates]
@@ -237,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures[f"{name}.dominated"], figures[f"{name}.place"] = mean(dominated), mean(places)
         rows.append([name, *(f"{value:.2f}" for key, value in figures.items() if key.split(".")[0] == name)])
     header = ["objective", "time: mean", "geometric", "p90", "cost: mean", "geometric", "p90", "dominated", "place"]
-    print_table(f"time and cost relative to the least time and cost, {len(results)} workloads", header, rows)
+    print_table(f"time and cost relative to the lowest values, {len(results)} workloads", header, rows)
     print(f"share of dominated choices for the objective `time`, due to noise alone: {figures['time.dominated']:.3f}")
     for key, factors in sensitivity([move for judged in results for move in judged.moved]).items():
         figures[key] = percentile(factors, 0.9)

@@ -6,9 +6,9 @@
 They contain step times of networks on several clusters, with different values of precision, XLA, graph fusion, gradient
 clipping or synthetic data. This project's tables of one H100 contain step times and memory for several batches, with
 different precisions, and with and without checkpointing. A launch of the planner measures one variant on one cluster
-with up to three batches, and returns the table's step times with the noise `--noise` (the standard deviation of their
-logarithm). The recommendation is then evaluated with the table's step times without noise. Only measured configurations
-are candidates, so all candidates fit into memory. All rank-hours have the same price.
+with up to three batches. It returns the table's step times multiplied by random noise; `--noise` is the standard
+deviation of the noise's logarithm. The recommendation is then evaluated with the table's step times without noise. Only
+measured configurations are candidates, so all candidates fit into memory. All rank-hours have the same price.
 
 Synthetic jobs have five options (precision, compile, checkpointing, num_workers and one with an unknown name): 32
 variants on 1 to 8 nodes with up to six batches. The effects are drawn from a wider distribution than the planner
@@ -36,7 +36,7 @@ synthetic jobs, as predicted by the memory model.
 `options.h100.*` cover the jobs on one H100, where each combination needs one launch; no other key covers these jobs.
 `effect` is the error for those batches of a variant that its launch did not measure, after one launch of the base and
 one launch of the variant. `largest_batch` is the error of a variant's largest batch, as predicted from readings at
-smaller batches for a device with exactly as much memory as the variant's largest measured batch needed.
+smaller batches for a device that has exactly the memory that this batch needed.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Job:
         return combinations(self.options)[0]
 
     def value(self, c: Configuration, objective: Objective) -> float:
-        """Return the seconds per example, multiplied by the ranks if the objective is cost."""
+        """Return the seconds per example, multiplied by the number of ranks if the objective is cost."""
         return self.step_time_s[c] / c.global_batch_size * (c.world_size if objective == "cost" else 1)
 
     def measure(self, configurations: Sequence[Configuration], factors: Mapping[Configuration, float]) -> Measured:
@@ -380,10 +380,10 @@ class Errors:
 def judge_effects(
     job: Job, factors: Mapping[Configuration, float], *, third_of_base: bool = False
 ) -> tuple[Errors, Errors]:
-    """Return the errors for each variant of one switch on the other clusters, after one launch of the variant and after
-    two.
+    """Return the errors on clusters where a variant was not launched, after one and after two launches of the variant.
 
-    The base was launched on the smallest and the largest cluster and, with `third_of_base`, on a cluster between them.
+    The errors cover all variants that differ from the base in one switch. The base was launched on the smallest and the
+    largest cluster and, with `third_of_base`, on a cluster between them.
     """
     priors, after_one, after_two = Priors(base=job.base), Errors(), Errors()
     for options in sorted({c.options for c in job.candidates} - {job.base}):
@@ -402,7 +402,7 @@ def judge_effects(
 
 
 def judge_batches(job: Job, factors: Mapping[Configuration, float], errors: Errors) -> None:
-    """Add the errors for a variant's other batches on one device, after base and variant ran three batches each."""
+    """Add the errors for a variant's unmeasured batches on one device, after three batches each of base and variant."""
     of_base, of_variant = ([c for c in job.candidates if (c.options == job.base) is base] for base in (True, False))
     shared = [c for c in of_variant if c.local_batch_size == of_base[-1].local_batch_size]
     own = list(dict.fromkeys([of_variant[0], of_variant[-1], *shared, of_variant[len(of_variant) // 2]]))[:3]
@@ -441,7 +441,7 @@ def largest_batches(planned: Planned, memory: Memory, job: Job) -> list[float]:
 
 
 def largest_batch_below(job: Job, peaks: Mapping[Configuration, float]) -> float:
-    """Return |log(predicted / measured)| for the variant's largest batch on a device with exactly the memory it needs.
+    """Return |log(predicted / measured)| for the variant's largest batch on a device with just enough memory for it.
 
     The base was read at three batches. The variant was read at its smallest batch and at the largest batch of the base
     or, if that is not smaller than the variant's largest batch, at the variant's middle batch.
@@ -500,7 +500,7 @@ class Figures:
                     self.effects[f"one_launch{suffix}"].extend(after_one)
 
     def judge_device(self, job: Job, peaks: Mapping[Configuration, float], noise: float, draws: int) -> None:
-        """Add the planner's regret on one device, and the errors for batches and memory that were not measured."""
+        """Add the planner's regret on one device, and the errors for unmeasured batches and for the largest batch."""
         for draw in range(draws):
             factors = draw_noise(job, noise, draw)
             self.h100_regrets.append(regret(job, replay(job, "time", factors).chosen, "time"))

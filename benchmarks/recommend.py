@@ -66,8 +66,8 @@ def step_times(configuration: Configuration, count: int, seed: int) -> np.ndarra
 def fill(store: Store, jobs: range, samples_per_run: int) -> list[tuple[str, str]]:
     """Create jobs with profiled runs and their samples; return (job id, id of one of its runs) for each job.
 
-    The service creates the first job. All other jobs are copies of the first job's rows with different names and times,
-    with many copies in one transaction, since one transaction per job would take longer than the whole measurement.
+    The service creates the first job. All other jobs are copies of the first job's rows with different names and times.
+    Each transaction creates many copies, since one transaction per job would take longer than the whole measurement.
     """
     made = [made_by_the_service(store, jobs[0], samples_per_run)]
     for first in range(jobs[1], jobs.stop, COPIED_AT_ONCE) if len(jobs) > 1 else ():
@@ -135,7 +135,7 @@ def copies(connection: sa.Connection, job_id: str, numbers: range, samples_per_r
 
 
 def latencies_ms(ask: Callable[[int], None], times: int) -> list[float]:
-    """Return the milliseconds of each of `times` requests, after a few requests that are not counted."""
+    """Return the milliseconds that each of `times` requests takes, after a few requests that are not counted."""
     for number in range(5):
         ask(number)
     times_ms = []

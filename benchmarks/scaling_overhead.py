@@ -136,7 +136,7 @@ class _Clock:
 
 
 def operations(depth: int, *, images: int, ranks: int, side: int = 224, host: bool = False) -> float:
-    """Return the operations that one rank takes to turn affordable matrices, as a share of those of both passes."""
+    """Return one rank's operations for turning affordable matrices, as a share of those of both passes."""
     with torch.device("meta"):
         model, image = resnet(depth, channels=3, num_classes=1000), torch.empty(1, 3, side, side)
     with FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -9,8 +9,8 @@ exposed communication if the source contains it (`--sync`). `random4` and `rando
 one of them on the largest cluster, in five draws. For each plan, `median`, `p90` and `geometric` (the geometric mean)
 summarise the median errors of the workloads, and `coverage` is the mean over workloads. `by_configuration.*` cover all
 configurations of all workloads, and `by_configuration.coverage.extrapolated` covers only configurations outside the
-measured range. `regret.*.geometric` is the geometric mean of 1 + regret, less 1. For `columns`, a launch measures up to
-three batches of a cluster; `columns.launches` and `columns.batches` count the launches and batches that the planner
+measured range. `regret.*.geometric` is the geometric mean of 1 + regret, minus 1. For `columns`, a launch measures up
+to three batches of a cluster; `columns.launches` and `columns.batches` count the launches and batches that the planner
 requested, and a cluster that is launched twice counts twice. `columns1`, `columns2` and `columns3` are the errors on
 the other clusters after launches that measure every batch: on the largest cluster, on the largest and the smallest
 cluster, and on these two and a cluster between them. For `noise.*`, each run's step time differs from the true step
@@ -139,7 +139,7 @@ def profile(
 
 
 def designed(workload: Workload, runs: int) -> list[Placement]:
-    """Return the configurations with which the planner always starts: the most informative ones about all others."""
+    """Return the configurations with which the planner always starts: those that say most about all others."""
     return design(workload.candidates, Priors(), runs)  # type: ignore[return-value]
 
 

@@ -47,7 +47,7 @@ SMOKE_STEPS, SMOKE_FASTER = 3, 10.0
 
 @dataclass(frozen=True)
 class Scenario:
-    """The times of a scenario in seconds; at each step, a random rank is late by a uniform time of up to `skew_s`."""
+    """The times of a scenario in seconds; at each step, a random rank is late by a random time of up to `skew_s`."""
 
     name: str
     forward_s: float
@@ -186,7 +186,7 @@ def serve(port: int, samples: Path, namespace: str, ready: Barrier) -> None:
 
 @contextmanager
 def link(rate_mbit: float) -> Iterator[Cluster | None]:
-    """Yield two nodes with a limited link; if they cannot be created, print a message and yield None."""
+    """Yield two nodes with a link of limited bandwidth; if they cannot be created, print a message and yield None."""
     if (reason := why_not()) is not None:
         print(f"{reason}: measuring over the loopback")
         yield None

@@ -1,7 +1,7 @@
 """Defines MkDocs hooks that list the routes and the client's calls on pages, and also publish each page as Markdown.
 
-`python docs/hooks.py` writes the figures of the benchmarks' reports into `docs/paper.md`, and compares the results of
-the experiments on gradient scaling with Table I there.
+`python docs/hooks.py` writes the figures of the benchmarks' reports into `docs/paper.md`, and adds a comparison of our
+experiments on gradient scaling with the paper's Table I.
 """
 
 from __future__ import annotations
@@ -33,16 +33,24 @@ FIGURES: tuple[tuple[str, str, str], ...] = (
         "7.5-14 % (two points)",
     ),
     (
-        "Step time after two points, equation 2 as printed (ring)",
+        "Step time after two points, equation 2 as printed (ring): median error",
         "paper.regular.two_points.ring.median",
         "7.5-14 % (two points)",
     ),
-    ("Step time after two points, default form", "paper.regular.two_points.overlap.median", "7.5-14 % (two points)"),
-    ("Step time after full search (leave one out), equation 2 (ring)", "paper.regular.full.ring.median", "2-5 %"),
+    (
+        "Step time after two points, default form: median error",
+        "paper.regular.two_points.overlap.median",
+        "7.5-14 % (two points)",
+    ),
+    (
+        "Step time after full search (leave one out), equation 2 (ring): median error",
+        "paper.regular.full.ring.median",
+        "2-5 %",
+    ),
     ("Step time after full search (leave one out): median error", "regular.full.median", "2-5 %"),
     ("Step time after 4 adaptive runs: median error", "regular.adaptive4.median", ""),
     ("Step time after 6 adaptive runs: median error", "regular.adaptive6.median", ""),
-    ("Step time after 6 adaptive runs: error, 90th percentile over workloads", "regular.adaptive6.p90", ""),
+    ("Step time after 6 adaptive runs: 90th percentile of the errors over workloads", "regular.adaptive6.p90", ""),
     ("Pollux's step-time model after the same 6 runs: median error", "regular.planned6.pollux.median", ""),
     ("Step time on harder grids after four corners, default form: median error", "hard.partial.median", ""),
     ("Step time on harder grids after four corners, the paper's ring form: median error", "hard.ring.median", ""),
@@ -55,26 +63,38 @@ FIGURES: tuple[tuple[str, str, str], ...] = (
     ),
     ("Real DDP on limited links after partial search: median error", "partial.median_error", "7.5-14 % (two points)"),
     ("Time of these 6 adaptive runs as a share of the full search's time", "adaptive.profiling_fraction", ""),
-    ("Regret of the largest cluster and batch, if the goal is least time, mean", "regret.time.largest.mean", ""),
-    ("Regret of the least-time choice, mean", "regret.time.mean", ""),
-    ("Regret of the largest cluster and batch, if the goal is least cost, mean", "regret.cost.largest.mean", ""),
-    ("Regret of the least-cost choice, mean", "regret.cost.mean", ""),
-    ("Regret of the number of nodes at a fixed global batch, mean", "regret.best_num_nodes.mean", ""),
+    ("Mean regret of the largest cluster and batch for the objective `time`", "regret.time.largest.mean", ""),
+    ("Mean regret of the choice for the objective `time`", "regret.time.mean", ""),
+    ("Mean regret of the largest cluster and batch for the objective `cost`", "regret.cost.largest.mean", ""),
+    ("Mean regret of the choice for the objective `cost`", "regret.cost.mean", ""),
+    ("Mean regret of the choice of the number of nodes at a fixed global batch", "regret.best_num_nodes.mean", ""),
     ("Share of promised deadlines that were missed", "regret.deadline.violations", ""),
-    ("Time of the balanced choice, divided by the least time, mean", "balanced.time_over_least.mean", ""),
-    ("Cost of the balanced choice, divided by the least cost, mean", "balanced.cost_over_least.mean", ""),
+    ("Mean time of the balanced choice, relative to the shortest time", "balanced.time_over_least.mean", ""),
+    ("Mean cost of the balanced choice, relative to the lowest cost", "balanced.cost_over_least.mean", ""),
     (
-        "Time of Kneedle's knee of the curve of time over batch, divided by the least time, mean",
+        "Mean time at Kneedle's knee of the curve of time over batch, relative to the shortest time",
         "kneedle.time_over_least.mean",
         "",
     ),
     ("First guess before any run, after one earlier job on the device: median error", "cold.same.1.0.median", ""),
-    ("Memory at the largest batch, predicted from the two smallest: median error", "memory.largest.median", "8-14 %"),
-    ("Memory at the largest batch, predicted from the two smallest: error, 90th percentile", "memory.largest.p90", ""),
-    ("Measurements for the default gradient scaling, as a share of a short CPU step", "overhead.fraction", ""),
-    ("Turning the updates of matrices, as a share of the same step", "overhead.direction_fraction", ""),
-    ("Refreshing the factors of AGS, as a share of the same step", "overhead.ags_refresh_fraction", ""),
-    ("AGS minus LBT, mean of the cases with a gap (points)", "ags.over_lbt.mean", "+8.8 (12 cases)"),
+    (
+        "Memory at the largest batch, predicted from the two smallest batches: median error",
+        "memory.largest.median",
+        "8-14 %",
+    ),
+    (
+        "Memory at the largest batch, predicted from the two smallest batches: 90th percentile of the errors",
+        "memory.largest.p90",
+        "",
+    ),
+    (
+        "Time that the default gradient scaling spends measuring, as a share of a short CPU step",
+        "overhead.fraction",
+        "",
+    ),
+    ("Time to turn the updates of matrices, as a share of the same step", "overhead.direction_fraction", ""),
+    ("Time to refresh the factors of AGS, as a share of the same step", "overhead.ags_refresh_fraction", ""),
+    ("Mean accuracy gain of AGS over LBT in the cases with a gap (points)", "ags.over_lbt.mean", "+8.8 (12 cases)"),
 )
 """Description of each figure, its key in a report, and the paper's figure."""
 REPEATED: dict[str, str] = {
@@ -246,16 +266,16 @@ def factors() -> str:
             f"improves by more than {NEAR} points with {', '.join(helping) or 'none'} (in the paper, {theirs}). "
             f"Figure 8: compared with δ = 0.5, δ = 0.8 changes the accuracy at these factors by {against['0.8']} "
             f"points, and δ = 0.2 by {against['0.2']} points (in the paper, 0.8 harms ResNet-50 and 0.2 helps VGG11). "
-            f"Figure 6: the largest variability is {decay / usual:.1f} times the usual one in the epoch of the first "
-            f"learning-rate decay, and {other / usual:.1f} times in the epochs without a decay; the usual one is the "
-            "median of the largest values of the three epochs before the decay."
+            f"Figure 6: the largest variability is {decay / usual:.1f} times the usual value in the epoch of the first "
+            f"learning-rate decay, and {other / usual:.1f} times in the epochs without a decay; the usual value is "
+            "the median of the largest values of the three epochs before the decay."
         )
     return "\n".join(table) + "\n\n" + paragraphs(*text)
 
 
 def at_decay(steps: list[dict[str, str]]) -> tuple[float, float, float]:
-    """Return the largest variability of an epoch: the median of the three epochs before the first decay, the value of
-    the epoch with that decay, and the maximum of the epochs without a decay.
+    """Return three values of an epoch's largest variability: the median of the three epochs before the first decay, the
+    value of the epoch with that decay, and the maximum of the epochs without a decay.
     """
     largest: dict[int, float] = {}
     rates = {int(step["epoch"]): float(step["rate_factor"]) for step in steps}

@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 1 examples/cnn_ddp.py --model resnet50 --batch-size 64
 
-`examples/paper/MODEL.toml` is the job of each network for `tula tune`, on the paper's 16 nodes. The script needs
-torchvision (`pip install 'tula[examples]'`). Its images are drawn at random once, so that neither a data set nor a
-loader limits the speed. The numbers of images and classes are those of the paper's data sets. The paper does not state
-the image sizes; here, CIFAR-100's images are 32 x 32, and all others are 224 x 224.
+`examples/paper/MODEL.toml` is the job file with which `tula tune` tunes the network on the paper's 16 nodes. The script
+needs torchvision (`pip install 'tula[examples]'`). Its images are drawn at random once, so that neither a data set nor
+a loader limits the speed. The numbers of images and classes are those of the paper's data sets. The paper does not
+state the image sizes; here, CIFAR-100's images are 32 x 32, and all others are 224 x 224.
 
 `--facts` prints the network's `[model]` values for a job file, and does not train.
 """

@@ -1,1 +1,1 @@
-"""Contains one folder per scientific claim, with the question, command and result; the product imports none of them."""
+"""Contains one folder per scientific claim, with the question, command and result; the product does not use them."""

@@ -1,4 +1,4 @@
-"""Runs each script in a folder against a real service, with the command in its first line, and prints outcomes.
+"""Runs each script in a folder against a real service, with the command in its first line, and prints the outcomes.
 
     python -m experiments.cases FOLDER [--only 21 48] [--limit 600] [--logs FOLDER]
 

@@ -11,7 +11,7 @@ from tula_service.store.tables import METADATA
 
 
 def run() -> None:
-    """Migrate over the service's connection or, on the command line, migrate the database that TULA_DATABASE names."""
+    """Migrate the database of the given connection or, on the command line, the database that TULA_DATABASE names."""
     connection = context.config.attributes.get("connection")
     if connection is not None:
         context.configure(connection=connection, target_metadata=METADATA, transaction_per_migration=False)

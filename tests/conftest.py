@@ -113,7 +113,7 @@ def is_slow(path: Path, config: pytest.Config) -> bool:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark tests that `make quick` leaves out: SLOW files, tests that start processes, and repetitions."""
+    """Mark tests that `make quick` leaves out: SLOW files, tests that start processes, and tests on Postgres."""
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
     repeated = any(isinstance(value, str) and value in REPEATED for value in parameters)
     started = not STARTING.isdisjoint(getattr(item, "fixturenames", ()))
@@ -167,7 +167,7 @@ def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Hide all certificate authorities, since loading them takes each client of each process 30 ms."""
+    """Hide all certificate authorities, since every client in every process would need 30 ms to load them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("SSL_CERT_FILE", raising=False)
         patch.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("no-authorities")))

@@ -145,7 +145,7 @@ def test_tests_and_benchmarks_use_no_private_name_of_the_product() -> None:
 
 
 def commands(command: Any, words: tuple[str, ...] = ("tula",)) -> list[str]:
-    """Return every command line that does something, as a user types it."""
+    """Return every command that has no subcommands, as a user types it."""
     children = getattr(command, "commands", None)
     if not children:
         return [" ".join(words)]

@@ -201,7 +201,7 @@ def test_every_picture_is_used_and_described_and_made_by_the_script() -> None:
 
 
 def test_the_film_of_a_terminal_is_small_loads_nothing_and_stands_still_for_who_wants_no_motion() -> None:
-    """The test checks the film in the documents, and one from a minute of a command's output."""
+    """The test checks the film in the documents and one made from a minute of a command's output."""
     film = runpy.run_path(str(ROOT / "docs" / "pictures.py"))["film"]
     pieces = [(second / 10, f"\r\x1b[2K\x1b[32mstep\x1b[0m {second} <&>") for second in range(600)]
     for text in (film(pieces), (ROOT / "docs" / "pictures" / "tune.svg").read_text(encoding="utf-8")):
@@ -243,7 +243,7 @@ def test_the_page_on_the_paper_prints_the_newest_reports() -> None:
 
 
 def test_every_figure_beside_the_papers_claims_stands_in_a_report() -> None:
-    """Every row of the table is checked, and each number equals that of the key and file that the row names."""
+    """The number in each row of the table must equal the value under the key and in the file that the row names."""
     page = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| [^|]*\| `([^`]+)` in `([^`]+)` \|$", page, re.M)
     assert [key for *_, key, _ in rows] == [key for _, key, _ in HOOKS["FIGURES"]]

@@ -1,4 +1,4 @@
-"""Tests that the figures in the documents equal those in the reports they name, and recomputes the quick ones."""
+"""Tests that the figures in the documents equal those in the reports they name, and recomputes the fast ones."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def test_make_installs_every_extra_that_the_tests_import_and_the_group_dev() -> 
 
 @pytest.fixture(scope="session")
 def environments(wheel: Path, metadata: Message, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return the `bin` folder of one environment without extras and one per extra, with only their dependencies."""
+    """Return the `bin` folders of one environment without extras and one per extra, each with only its dependencies."""
     return {
         extra: isolated(tmp_path_factory.mktemp(extra or "base"), requirements(metadata, extra or None), wheel)
         for extra in EXTRAS

@@ -170,7 +170,7 @@ class AllocationModel:
 
     The size of each allocation is predicted as a linear function of the batch size. `first`, `second`: the events at
     `first_batch` and `second_batch` examples, which must allocate in the same order. All releases are taken from
-    `second`, since Python's garbage collector may release memory at different places in the two traces.
+    `second`, since Python's garbage collector may release memory at different points in the two traces.
     """
 
     first_batch: int

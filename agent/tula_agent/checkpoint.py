@@ -186,7 +186,7 @@ def resume(
     if not resumed.exact:
         logger.warning(
             "resumed with a different batch size or world size: training continues after the same number of "
-            "examples as before, but in a different order"
+            "examples, which now come in a different order"
         )
     return resumed
 
@@ -223,7 +223,7 @@ def _describe(optimizer: Any) -> str | None:
 def _refuse_other_weights(state: dict[str, Any], folder: Path) -> None:
     """Raise ValueError if the checkpoint lacks weights, or has weights that the model does not have.
 
-    Torch would ignore both cases. Torch itself detects mismatched shapes before it changes any tensor.
+    Torch would ignore both cases, but detects mismatched shapes before it changes any tensor.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 

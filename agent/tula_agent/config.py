@@ -44,8 +44,8 @@ class WantedJob:
 class ProfilePlan:
     """Plan of a profiling run.
 
-    warmup_steps, measure_steps: the numbers of steps to discard and to measure. precision: the relative error of the
-    step time that lets the run end early (0: never).
+    warmup_steps, measure_steps: the numbers of steps to discard and to measure. precision: the run may end early once
+    the relative error of the step time falls to this value (0: never).
     smaller_batches: local batch sizes that the same launch measures first, in ascending order, each with its run.
     probe_s: the number of seconds that the ranks spend timing all-reduces after the first warm-up (0: none).
     """

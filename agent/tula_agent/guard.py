@@ -25,7 +25,8 @@ class Guard:
     keeps failing.
 
     `with guard("memory"): ...` never raises an `Exception`; `KeyboardInterrupt` and `SystemExit` pass through. A guard
-    has no lock, since a lock could not be pickled with a framework's callback; at worst, a line is logged twice.
+    has no lock, because frameworks may pickle a callback with its guard, and locks cannot be pickled; at worst, a line
+    is logged twice.
     """
 
     def __init__(self) -> None:

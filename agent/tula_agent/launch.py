@@ -62,9 +62,7 @@ class Launch:
         return batch if size <= self.cut_to else first_examples(batch, size, self.cut_to)
 
     def end_batch(self, step: int) -> None:
-        """End the measurement of the current batch size after its last step, `step`, and begin with the next batch
-        size.
-        """
+        """End the measurement of the current batch size, whose last step is `step`, and begin with the next size."""
         if self.cut_to is not None:
             self.measured.append((self.cut_to, self.run_id))
         self.use(self._due[1:])

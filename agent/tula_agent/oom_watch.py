@@ -123,7 +123,7 @@ class OomWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching when the run has ended."""
+        """Stop watching, since the run has ended."""
         self._closed.set()
 
     def close(self, within_s: float) -> None:

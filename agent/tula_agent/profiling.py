@@ -58,8 +58,8 @@ class StopAgreement:
                     plan = None if answer[1] is None else _parse_plan(answer[1])
         if not self.agreed and plan is not None:
             logger.warning(
-                "the ranks could not agree, so the run can't end early: call tula_agent.init() on all ranks, and start "
-                "to iterate over run.steps() after init_process_group()"
+                "the ranks could not agree on when to stop, so the run can't end early: call tula_agent.init() on all "
+                "ranks, and start to iterate over run.steps() after init_process_group()"
             )
         return plan
 

@@ -5,7 +5,7 @@ use). Threads of any rank can exchange messages through the store at any time, w
 hangs in a collective or has no agent does not delay the messages of other ranks. The store carries telemetry and the
 decision to stop a profiling run, but never a weight.
 
-2. A reduction over ranks (`tula_agent.scaling.ranks`). Inside the optimizer's step, every rank is at the same place,
+2. A reduction over ranks (`tula_agent.scaling.ranks`). Inside the optimizer's step, every rank is at the same point,
 and all ranks must compute the same bits. Numbers that change a weight are therefore summed by the collective that
 training uses anyway.
 
@@ -43,10 +43,11 @@ _ADDRESS, _OPEN = "address", "open"
 
 
 class Channel:
-    """Exchanges messages between ranks, from any thread. `prefix` separates the keys of process groups and of restarts.
+    """Exchanges messages between ranks, from any thread.
 
-    `set` and `get` each take a round trip of about 50 us. If the store is gone, they raise the store's errors
-    (RuntimeError and subclasses), so callers must use a guard.
+    `prefix` keeps the keys of different process groups and restarts apart. `set` and `get` each take a round trip of
+    about 50 us. If the store is gone, they raise the store's errors (RuntimeError and subclasses), so callers must use
+    a guard.
     """
 
     def __init__(self, store: Any, prefix: str, rank: int, world_size: int) -> None:

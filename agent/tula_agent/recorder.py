@@ -292,7 +292,7 @@ class Recorder:
     def measure_whole_batches(self, because: str) -> None:
         """Pass whole batches to the script from now on; later launches can measure the smaller ones."""
         if self.launch.cut_to is not None:
-            logger.warning("this launch measures one batch instead of several, because %s", because)
+            logger.warning("this launch measures one batch size instead of several, because %s", because)
             self.profiling.drop_smaller_batches()
             self._follow_first_rank()
 
@@ -408,7 +408,7 @@ class Recorder:
             self.readings.host.setdefault("loader_workers", loader_workers)
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Handle the step pre-hook of the watched optimizers; never raise."""
+        """Run as a pre-hook before each step of a watched optimizer; never raise."""
         if self.finished:
             return
         try:
@@ -460,7 +460,7 @@ class Recorder:
         return True
 
     def unpause(self) -> None:
-        """Count time in steps again."""
+        """Resume counting time."""
         self._paused = False
         self.timer.count_again()
         if self._device_clock is not None and self.timer.between_steps and self._is_sampled(self.timer.step):
@@ -549,7 +549,7 @@ class Recorder:
         self.readings.expects_comm = self.readings.expects_comm or split.usable
 
     def _time_buckets(self, local_batch_size: int | None) -> None:
-        """Start or stop timing the buckets of the DDP module; do nothing unless there is exactly one."""
+        """Start or stop timing the buckets of the DDP module; do nothing unless there is exactly one DDP module."""
         if not self.guard.works("timing buckets"):
             self._bucket_timer = None
             return
@@ -608,8 +608,8 @@ class Recorder:
         """Return the timing to record for a step with an unusual batch size.
 
         Three consecutive steps with unusual sizes cannot be the end of an epoch. If they have the same size, this size
-        becomes the usual one. Otherwise sizes vary, and each step is recorded with the configured batch size, or with
-        the mean if none is configured.
+        becomes the usual one. Otherwise, the sizes vary, and each step is recorded with the configured batch size, or
+        with the mean if none is configured.
         """
         self._other_sizes.append(timing.local_batch_size or 0)
         if not self._sizes_vary and len(self._other_sizes) >= _LASTING:
@@ -619,7 +619,7 @@ class Recorder:
                 mean = round(sum(self._other_sizes) / len(self._other_sizes))
                 self._sizes_vary, self._batch_size = True, self.local_configured or mean
                 least, most = min(self._other_sizes), max(self._other_sizes)
-                self._say_that_sizes_are_unknown(f"the size of batches varies (from {least} to {most}, mean {mean})")
+                self._say_that_sizes_are_unknown(f"the batch size varies (from {least} to {most}, mean {mean})")
         return timing._replace(local_batch_size=self._batch_size, uneven=False) if self._sizes_vary else timing
 
     def _say_that_sizes_are_unknown(self, what: str) -> None:
@@ -753,7 +753,7 @@ class Recorder:
             self._said_rise = True
             text = (
                 "the script's accumulation rose from %d to %d micro-steps per step while it was measured, and may rise "
-                "further: for tuning, keep the accumulation constant, or discard the rise with a larger "
+                "further: for tuning, keep the accumulation constant, or exclude the rise with a larger "
                 "profiling_warmup_steps"
             )
             logger.warning(text, self.timer.rose_from, self.timer.grad_accum_steps)
@@ -781,7 +781,7 @@ class Recorder:
                     self.readings.host["operations"] = operations
 
     def _read_host(self) -> None:
-        """Read the facts about the host once, which takes about 10 ms, since operations are timed. Never raises."""
+        """Read the facts about the host once; this takes about 10 ms, since operations are timed. Never raises."""
         host = self.readings.host
         if not self.leads or "cores" in host:
             return
@@ -793,7 +793,7 @@ class Recorder:
 
     def _look_at_switches(self, step: int) -> None:
         """Report the switches observed in one profiling step, and warn of run options that contradict them."""
-        with self.guard("looking at the script's switches"):
+        with self.guard("inspecting the script's switches"):
             if step == SWITCHES_SEEN_AFTER:
                 self._switch_watch = SwitchWatch(list(self.objects.models))
             elif step > SWITCHES_SEEN_AFTER and (watch := self._switch_watch) is not None:

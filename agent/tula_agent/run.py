@@ -49,8 +49,8 @@ def init(
     """Join the run that the environment specifies, and return it; if there is none, return a run that does nothing.
 
     job: name or id of a job; the default is TULA_JOB. If `tula` did not start the script, the first rank creates a run
-    of this job in the background once a step has shown the configuration, and all ranks join the run. If no job has
-    this name, the agent registers one with dataset_size and epochs (default 1).
+    of this job in the background once the first step has revealed the configuration, and all ranks join the run. If no
+    job has this name, the agent registers one with dataset_size and epochs (default 1).
     dataset_size: number of examples per epoch over all ranks.
     grad_accum_steps: number of micro-steps per step; needed only if no optimizer is watched.
     model_parallel_size: number of processes that share one replica of the model (pipeline stages times tensor
@@ -211,7 +211,7 @@ class Run:
     def _start_measuring(self, recorder: Recorder) -> None:
         with self.guard("starting to measure"):
             recorder.begin_epoch()
-        with self.guard("watching for out of memory"):
+        with self.guard("watching for out-of-memory errors"):
             if self.oom_watch is None:
                 self._start_oom_watch(recorder)
 
@@ -311,8 +311,8 @@ class Run:
     def largest_local_batch_size(self) -> int | None:
         """Return the largest batch size that is predicted to fit into this rank's memory, without trying any batch.
 
-        Returns None if there is no run, and until the memory of a watched model has been read (after the fifth step). A
-        prediction from a single batch size tends to be too small; see `tula_wire.memory`.
+        Returns None if there is no run, or if the memory of a watched model has not been read yet (this happens after
+        the fifth step). A prediction from a single batch size tends to be too small; see `tula_wire.memory`.
         """
         return self.recorder.memory.largest_local_batch_size() if self.recorder is not None else None
 

@@ -352,7 +352,7 @@ _loop: UneditedLoop | None = None
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Process a step of `optimizer`; the first step after the process group exists starts the run."""
+    """Process a step of `optimizer`; the first step after the process group is created starts the run."""
     global _run, _loop
     if threading.current_thread() is not threading.main_thread():
         return

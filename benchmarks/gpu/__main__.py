@@ -64,8 +64,8 @@ def lacking(part: str) -> list[str]:
 def download_packages(python: str) -> int:
     """Pack all packages that the parts need on Linux with this Python version into a file; return pip's exit status.
 
-    The file, PACKAGES with the suffix .tar.xz, must be small enough to transfer, so it does not contain torch, torch's
-    dependencies, or tests.
+    The file is named PACKAGES plus `.tar.xz`. It must be small enough to transfer, so it does not contain torch,
+    torch's dependencies, or tests.
     """
     modules = {name for needs in NEEDS.values() for name in needs} - WITHOUT_DEPENDENCIES
     names = sorted(DISTRIBUTIONS.get(name, name) for name in modules)
@@ -89,7 +89,7 @@ def download_packages(python: str) -> int:
 
 
 def run_part(part: str, options: argparse.Namespace, seconds: float) -> str:
-    """Measure `part` in another process for at most `seconds`, and again after a crash; return the outcome."""
+    """Measure `part` in another process for at most `seconds`, restart it after a crash, and return the outcome."""
     ends = time.monotonic() + seconds
     for _ in range(MAX_CRASHES):
         left = ends - time.monotonic()

@@ -26,7 +26,7 @@ METHODS = ("Tula default", "linear, cut", "linear", "Muon")
 
 
 def tests_of(runs: Path) -> Row:
-    """Return, by method, the test accuracies in percent of the runs that the file `runs` contains."""
+    """Return the test accuracies in percent, by method, of the training runs stored in the file `runs`."""
     tests: dict[str, list[float]] = defaultdict(list)
     for line in runs.read_text(encoding="utf-8").splitlines() if runs.exists() else []:
         run = json.loads(line)

@@ -1,4 +1,4 @@
-"""Compares the largest batch that fits on a device with predictions from memory readings and without a run.
+"""Measures how well the largest batch that fits on a device is predicted, from memory readings and without a run.
 
     python -m benchmarks.gpu.estimates [benchmarks/results/gpu/DEVICE] [--only NAME] [--json FILE]
 
@@ -6,17 +6,18 @@ The true largest batch is the largest batch with which three steps fitted into m
 The allocator's segments could grow, as `tula tune` and `tula run` configure them. This batch comes from the report's
 `memory.json`, which states it to within 1/32.
 
-`ceiling.*` are predicted from readings at a batch and at four times this batch, and from the bytes of parameters,
-gradients and optimizer that `estimate_memory` counts; the peak of the larger batch is as near to a quarter of the
-memory as the measured batches allow. `ceiling.launch.*` are predicted from the batches that the first launch of a plan
-reads: the smallest batch and, where they ran, 8 and 32 times this batch. `ceiling.counted.*` are predicted by
+`ceiling.*` are predicted from memory readings at two batches, and from the bytes of parameters, gradients and optimizer
+that `estimate_memory` counts. The larger batch is four times the smaller one, and its peak is at most about a quarter
+of the memory if possible. `ceiling.launch.*` are predicted from readings at the batches that the first launch of a plan
+measures: the smallest batch, and 8 and 32 times this batch if they were measured. `ceiling.counted.*` are predicted by
 `estimate_memory` alone. `ceiling.replayed.*` are predicted by its replay of an allocator whose segments do not grow,
-and compared with the largest batch of the older tables, which took one step after steps of smaller batches. `peak.*`
-are the errors of the allocated bytes at the largest batch of the older tables, as predicted by `estimate_memory`, and
-`peak.read.*` are the same errors as predicted from the readings of `ceiling.*`. For each ceiling, `median` and `worst`
-are the errors of the largest batch that is expected to fit, and `unsafe` is the share of rows where the promised batch
-(with a probability of 95 %, or `safe_local_batch_size`) is no smaller than the smallest batch that failed. `used` and
-`least_used` are the median and the minimum of the promised batch divided by the true largest batch.
+and compared with the largest batch in the older tables; these tables were measured with one step per batch, after steps
+with smaller batches. `peak.*` are the errors of the allocated bytes at the largest batch of the older tables, as
+predicted by `estimate_memory`, and `peak.read.*` are the same errors as predicted from the readings of `ceiling.*`. For
+each ceiling, `median` and `worst` are the errors of the largest batch that is expected to fit, and `unsafe` is the
+share of rows where the promised batch is no smaller than the smallest batch that failed. The promised batch fits with a
+probability of 95 %, or is the `safe_local_batch_size` of `estimate_memory`. `used` and `least_used` are the median and
+the minimum of the promised batch divided by the true largest batch.
 
 Each network is counted again with the code of this checkout; the counts in the report come from the report's commit.
 Torchvision's networks are omitted if torchvision is missing.
@@ -67,7 +68,7 @@ def counted(row: Row, estimate: MemoryEstimate, truth: Row) -> Ceiling:
 
 
 def read(row: Row, estimate: MemoryEstimate, batches: Sequence[int], truth: Row) -> tuple[Ceiling, float]:
-    """Return the service's ceiling from readings of `batches`, and the relative error of the largest batch's peak."""
+    """Return the service's ceiling from readings at `batches`, and the relative error of the largest batch's peak."""
     at = [row["batches"][str(batch)] for batch in batches]
     static = estimate.parameter_bytes + estimate.gradient_bytes + estimate.optimizer_bytes
     observed = MemoryObservations(batches, [float(reading["peak_bytes"]) for reading in at], static_bytes=float(static))
@@ -82,7 +83,7 @@ def read(row: Row, estimate: MemoryEstimate, batches: Sequence[int], truth: Row)
 
 
 def batches_to_read(row: Row) -> list[int]:
-    """Return a batch and four times this batch, with a peak of at most about a quarter of the memory if possible."""
+    """Return a batch and four times this batch, which needs at most about a quarter of the memory if possible."""
     batches = sorted(map(int, row["batches"]))
     small = [b for b in batches if row["batches"][str(b)]["peak_bytes"] <= _QUARTER * row["capacity_bytes"]]
     larger = max(small[1:], default=batches[1])
@@ -111,9 +112,9 @@ class Errors:
     """Errors of one network in one precision.
 
     `peak` and `peak_read` are the relative errors of the peak at the largest batch, as predicted by `estimate_memory`
-    and from readings. `read`, `launch` and `counted` are the ceilings with growing segments, as predicted from
-    readings, from the readings of a launch, and by `estimate_memory`. `replayed` is the ceiling that `estimate_memory`
-    predicts with segments that do not grow.
+    and from readings, respectively. `read`, `launch` and `counted` are the ceilings with growing segments, as predicted
+    from readings, from a launch's readings, and by `estimate_memory`, respectively. `replayed` is the ceiling that
+    `estimate_memory` predicts with segments that do not grow.
     """
 
     peak: float

@@ -21,7 +21,7 @@ EXAMPLES = (512, 640, 668, 670, 704, 768, 1024)
 
 
 def layout(name: str, size: int, channels_last: bool, device: torch.device, smoke: bool) -> Row:
-    """Return the median step time in seconds with `size` examples in channels-last or channels-first memory."""
+    """Return the median step time in seconds with `size` examples in channels-last or channels-first format."""
     network, precision = name.split()
     trainer = Trainer(networks(smoke)[network], precision, device)
     return {"step_time_s": trainer.step_time_s(size, channels_last=channels_last, smoke=smoke)}

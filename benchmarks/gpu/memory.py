@@ -1,8 +1,9 @@
 """Finds the largest batch with which three steps fit into an empty allocator, with and without growing segments.
 
-For each kind of segments, one process tries all networks. Before each attempt, the process frees all its memory, so
-that the device is in the same state as at the start of training. The search starts at the largest batch in the stored
-H100 report and ends when the result is known to within 1/32 of this batch.
+One process tries all networks with growing segments, and another tries all networks with fixed segments. Before each
+attempt, the process frees all its memory, so that the device is in the same state as at the start of training. The
+search starts at the largest batch in the stored H100 report and ends when the result is known to within 1/32 of this
+batch.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class _Patches(nn.Module):
 
 @dataclass(frozen=True)
 class Network:
-    """Functions that build a network, and a batch for it with any number of examples."""
+    """Two functions: one builds a network, and the other builds a batch of any number of examples for it."""
 
     build: Callable[[], nn.Module]
     batch: Batches

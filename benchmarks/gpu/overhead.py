@@ -72,7 +72,7 @@ def agent_cpu(device: torch.device, ends: float, smoke: bool) -> Row:
 
 
 def energy(device: torch.device) -> Row:
-    """Return the energy of a few busy seconds in joules, from the counter and from the integral of power samples."""
+    """Return the joules used in a few busy seconds, according to the counter and to the integral of power samples."""
     if device.type != "cuda":
         return {"verdict": "a CPU has no energy counter"}
     matrix = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)

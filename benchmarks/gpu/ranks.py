@@ -1,4 +1,4 @@
-"""Tests training on several ranks and, with several GPUs, checks the agent's exposed communication using `no_sync`."""
+"""Tests training on several ranks and, with several GPUs, uses `no_sync` to check the agent's exposed communication."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def measure(device: torch.device, smoke: bool) -> Row:
 def _train(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor], steps: int
 ) -> tuple[list[float], list[float]]:
-    """Return the times of all steps but the first, and the exposed communication that was measured, in seconds."""
+    """Return the times of all steps but the first, and the measured exposed communication, in seconds."""
     split, timer = CommSplit([model], profiling=True), StepTimer(grad_accum_steps=1)
     times, exposed = [], []
     for _ in range(steps + 1):
@@ -129,7 +129,7 @@ def _equal_on_all_ranks(model: nn.Module) -> bool:
 
 
 def judge(row: Row) -> str:
-    """Return a verdict in words, which includes the split only if each rank has a GPU."""
+    """Return a verdict in words; with one GPU per rank, it covers the split into compute and communication."""
     if not row["weights_equal"]:
         return "fail: the ranks' weights differ"
     if row["backend"] != "nccl":

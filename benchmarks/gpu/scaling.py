@@ -1,4 +1,4 @@
-"""Measures the time that each gradient-scaling policy adds to a ResNet-50 step with the unwrapped optimizer.
+"""Measures how much longer a ResNet-50 step takes with each gradient-scaling policy than with the plain optimizer.
 
 A step has two micro-steps, since a single rank measures the noise between micro-steps. Several ranks need only one
 micro-step each and share the work of turning the updates of matrices, so `cost_of_micro_step`, the added time relative
@@ -114,7 +114,7 @@ def _waits(
 
 
 def measure_turning(precision: str, device: torch.device, smoke: bool) -> Row:
-    """Return how many seconds turning the updates of ResNet-50's matrices once takes on the host and in total."""
+    """Return the seconds that it takes to turn the updates of ResNet-50's matrices once, on the host and in total."""
     network = resnet(18 if smoke else 50, channels=3, num_classes=1000, width=8 if smoke else 64)
     shapes = [shape for parameter in network.parameters() if (shape := matrix_shape(parameter)) is not None]
     shapes.sort(key=lambda shape: (shape.rows, shape.columns))

@@ -48,7 +48,7 @@ class Results:
             )
 
     def missing(self, names: Iterable[str], ends: float = math.inf) -> Iterator[str]:
-        """Yield the names that have no row, in order, until `ends` (monotonic time); mark each as under way first."""
+        """Yield the names that have no row, in order, until `ends` (monotonic time); mark each name as under way."""
         for name in names:
             if time.monotonic() > ends:
                 return

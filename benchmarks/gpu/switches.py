@@ -107,7 +107,7 @@ def combinations(compiled: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
 
 
 def predictions(rows: dict[str, Row]) -> dict[str, dict[str, float]]:
-    """Return step times in seconds by row and batch, predicted from the network's base and from each switch alone."""
+    """Return step times in seconds by row and batch, predicted from the base and from each switch alone."""
     found: dict[str, dict[str, float]] = {}
     for label, row in rows.items():
         if "failed" in row:

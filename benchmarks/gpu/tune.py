@@ -106,7 +106,7 @@ def _tula(folder: Path, url: str, ends: float, *arguments: str) -> dict[str, Any
 
 
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
-    """Add one row with the times of both commands."""
+    """Add one row with the step times of both commands."""
     for name in results.missing([NAME]):
         free_memory(device)
         try:

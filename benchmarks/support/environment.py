@@ -38,7 +38,7 @@ def closure(requirements: set[str]) -> dict[str, Distribution]:
 
 
 def link(source: str, target: Path) -> None:
-    """Link a file and, for a module, its byte code, since compiling all modules would take longer than the tests."""
+    """Link a file and, for a module, its byte code, since compiling all modules would take longer than the tests do."""
     if target.is_symlink():  # byte code that was linked with its module
         return
     target.symlink_to(source)

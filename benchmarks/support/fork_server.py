@@ -7,12 +7,12 @@ interpreter for multiprocessing to start, and the process whose namespaces the p
 replies with the path of a file, which is named after the child's process id. When the child ends, the parent writes its
 exit status to this file. The child behaves like a process that `python ARGV` has started: it has a separate session,
 environment and files, and the signals, `atexit` functions and exit status of the program. There are two differences.
-The child skips the interpreter's clean-up after the `atexit` functions, because freeing all modules of torch in copied
-pages would take half a second of CPU time, which is more than most programs of the tests take. The child also leaves a
-process group a little later than its script asks (`leave_groups_late`), because with gloo the destructor of a DDP model
-holds the GIL and waits for a thread that may need the GIL to free the last reduction. When a connection closes, which
-also happens when the tests are killed, the parent ends all children of the connection that still run. When no
-connection is left, the parent ends.
+After the `atexit` functions, the child skips the interpreter's clean-up, because freeing torch's modules would take
+half a second of CPU time, which is more than most test programs take. The child also leaves a process group a little
+later than its script asks (`leave_groups_late`), because with gloo the destructor of a DDP model holds the GIL and
+waits for a thread that may need the GIL to free the last reduction. When a connection closes (also because the tests
+were killed), the parent ends all children of this connection that still run. When no connection is left, the parent
+itself ends.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ _status: int | None = None
 
 
 def leave() -> None:
-    """End a forked program after its threads and its `atexit` functions, without freeing its modules."""
+    """End a forked program without freeing its modules; this is the last `atexit` function to be called."""
     if _status is not None:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # the reader has gone, or the program has closed the stream
@@ -244,7 +244,7 @@ class Children:
         return pid
 
     def keep_statuses(self) -> None:
-        """Write the statuses of the processes that have ended."""
+        """Write the exit statuses of the processes that have ended."""
         with suppress(BlockingIOError):
             os.read(self.ended, 4096)
         with suppress(ChildProcessError):
@@ -409,7 +409,7 @@ def inherit(paths: Mapping[str, str]) -> None:
 
 
 def set_namespace(file: int, kind: int, name: str) -> None:
-    """Move this process into the namespace, of the given kind, to which an open file refers (see setns(2)).
+    """Move this process into a namespace of the given kind, to which an open file refers (see setns(2)).
 
     Raises OSError with the name if it cannot enter the namespace.
     """
@@ -418,7 +418,7 @@ def set_namespace(file: int, kind: int, name: str) -> None:
 
 
 def enter_namespaces(pid: int) -> None:
-    """If process `pid` and this process have different namespaces, fork a child that continues in those of `pid`.
+    """If process `pid` is in other namespaces than this process, fork a child that continues in those namespaces.
 
     The child then has the network, host name, mounts and process ids of that process's machine in a cluster. This
     process only represents the child: it forwards signals, and ends as the child does.

@@ -44,8 +44,8 @@ class Workload:
     """All measured configurations for one combination of GPU, network and placement, with their mean step times.
 
     All times are in seconds. `observed_s` contains the step times that profiling measures, if they differ from the true
-    ones in `step_time_s`. `sync_time_s` contains the time that a step waits for gradients, for the configurations for
-    which the source states this time.
+    step times in `step_time_s`. `sync_time_s` contains the time that a step waits for gradients, if the source states
+    it.
     """
 
     name: str
@@ -269,7 +269,7 @@ def workloads_parser(name: str, description: str | None) -> argparse.ArgumentPar
         type=Path,
         action="append",
         default=[],
-        help="table of a source with sync_time_s (default: all tables in the folder steptime next to the grids)",
+        help="table of one source with sync_time_s (default: all tables in the folder steptime next to the grids)",
     )
     parser.add_argument("--only", action="append", default=[], help="use only workloads of this source (repeatable)")
     parser.add_argument("--without", action="append", default=[], help="exclude workloads of this source (repeatable)")

@@ -19,7 +19,7 @@ _LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
 
 @dataclass(frozen=True)
 class Request:
-    """A POST of JSON; a connection replaces SENDER by its own number and NUMBER by the number of the request."""
+    """A JSON POST; a connection replaces SENDER with its own number, and NUMBER with the number of the request."""
 
     path: str
     text: bytes

@@ -52,7 +52,7 @@ class PostgresServer:
         self._execute(f'DROP DATABASE IF EXISTS "{sa.make_url(url).database}" WITH (FORCE)')
 
     def stop(self, mode: str = "fast") -> None:
-        """Stop the server; in the `immediate` mode, it stops as in a power failure and recovers at the next start."""
+        """Stop the server; the mode `immediate` stops it as a power failure would, so it recovers at the next start."""
         self._control("stop", "-m", mode)
 
     def restart_after(self, mode: str = "immediate") -> None:

@@ -23,7 +23,7 @@ PATIENCE_S = 0.1
 
 @dataclass
 class Sender:
-    """A simulated agent that sends batches of samples and chunks, and repeats each until it is acknowledged."""
+    """A simulated agent that sends samples and telemetry, and repeats each request until it is acknowledged."""
 
     prepared: Prepared
     rank: int
@@ -108,7 +108,7 @@ def progressed(senders: list[Sender], by: int = 2) -> None:
 
 
 def nothing_lost_nothing_twice(prepared: Prepared, senders: list[Sender]) -> None:
-    """Assert that every acknowledged row is stored exactly once; other rows may be stored or not."""
+    """Assert that every acknowledged row is stored exactly once; other rows may or may not be stored."""
     samples, chunks = map(Counter, prepared.stored())
     acknowledged = Counter((sender.rank, number) for sender in senders for number in range(sender.acknowledged * STEPS))
     wanted_chunks = Counter((sender.rank, number) for sender in senders for number in range(sender.acknowledged))

@@ -39,10 +39,10 @@ class Scaling:
 @dataclass
 class EventReader:
     """Parses the lines of a stream of server-sent events (WHATWG HTML, section 9.2) into events, in order and without
-    repeats.
+    duplicates.
 
     `last_id` is the `id` of the last event, which the client sends as `Last-Event-ID` when it reconnects. `retry_s` is
-    the delay that the server requested before reconnecting. Comments and unknown fields are skipped.
+    the delay before reconnecting, which the server can set. Comments and unknown fields are skipped.
     """
 
     last_id: int | None = None
@@ -139,7 +139,7 @@ def _request(method: str, route: str, arguments: Mapping[str, Any], *, idempoten
 
 
 def events(job_id: str, *, last_id: int | None = None) -> Request:
-    """Return the request for the stream of a job's events that come after the event `last_id`."""
+    """Return the request that streams a job's events after the event `last_id`, by default from the beginning."""
     resume = {} if last_id is None else {"last_id": last_id}
     return _request("GET", routes.JOB_EVENTS, {"job_id": job_id, **resume})
 
@@ -338,7 +338,7 @@ class Calls(Unsent):
 
     @_endpoint("GET", routes.JOB_RECOMMENDATION)
     def recommendation(self, job_id: str, objective: wire.Objective | None = None) -> Call[wire.Recommendation]:
-        """Return the recommended configuration with predictions and the reason.
+        """Return the recommended configuration with its predictions and the reason for it.
 
         `objective` overrides the job's objective.
         """

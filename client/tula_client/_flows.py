@@ -44,7 +44,7 @@ _P = TypeVar("_P", bound=_Page)
 
 
 def job_id(name_or_id: str) -> Flow[str]:
-    """Return the id of the job with this id, or of the only unarchived job with this name."""
+    """Return a job's id, given its id or a name that exactly one unarchived job has."""
     if not name_or_id.strip():
         raise JobNotFoundError("JOB is empty: give a job's id or name, which tula jobs list shows")
     try:
@@ -67,7 +67,7 @@ def resolve_job(job: str | Path | Mapping[str, Any] | JobSpec) -> Flow[str]:
 
 
 def jobs_named(name: str, limit: int | None = None) -> Flow[list[JobSummary]]:
-    """Return the unarchived jobs with this name, newest first, and at most `limit` jobs if a limit is given."""
+    """Return the unarchived jobs with this name, newest first; if `limit` is given, return at most that many jobs."""
     summaries: list[JobSummary] = []
     cursor: str | None = None
     while limit is None or len(summaries) < limit:
@@ -259,7 +259,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def needs_extra(what: str, extra: str = "notebook") -> Iterator[None]:
-    """Raise `MissingExtraError` if an import in the `with` block fails, naming the extra that contains the packages."""
+    """If an import in the `with` block fails, raise a `MissingExtraError` that names the extra to install."""
     try:
         yield
     except ImportError:

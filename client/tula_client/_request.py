@@ -100,11 +100,11 @@ class Awaited:
 
 
 class Unsent:
-    """Base of classes whose `Method`s return the call or flow itself, unless they are also `Blocking` or `Awaited`."""
+    """Base of classes whose `Method`s return the call or flow itself, unless the class is `Blocking` or `Awaited`."""
 
 
 class Method(Generic[P, T]):
-    """A method that both kinds of client share and that sends the call or flow that `build` returns.
+    """A method of both kinds of client, which sends the call or flow that `build` returns.
 
     The method's owner is either a client or an object with a client in its attribute `client`. The first argument of
     `build` is the owner or, if `attribute` is given, the owner's attribute of that name.
@@ -159,9 +159,9 @@ class Method(Generic[P, T]):
 
 
 def _signature(build: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature that notebooks and `help` show for the method that sends the calls of `build`.
+    """Return the signature that notebooks and `help` show for a method whose calls `build` returns.
 
-    Its annotations are resolved to types rather than left as strings.
+    The annotations are resolved to types rather than left as strings.
     """
     hints = get_type_hints(build)
     owner = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
@@ -242,7 +242,7 @@ def _attempts(call: Call[T], policy: RetryPolicy, url: str) -> Generator[Step, R
 
 
 def proxy_for(url: str) -> str | None:
-    """Return the proxy that the environment sets for this address, without the proxy's credentials, or None."""
+    """Return the proxy that the environment sets for this address, or None; the proxy's credentials are removed."""
     parts = urlsplit(url)
     proxy = getproxies().get(parts.scheme) or getproxies().get("all")
     if proxy is None or proxy_bypass(parts.netloc):
@@ -256,7 +256,7 @@ def _unanswered(url: str, error: Exception | None) -> ServiceUnreachableError:
     remedy = "start one with tula serve, or set TULA_URL"
     if proxy := proxy_for(url):
         host = urlsplit(url).hostname
-        reason, remedy = f"{reason}, through the proxy {proxy}", f"add {host} to NO_PROXY if it needs no proxy"
+        reason, remedy = f"{reason}, through the proxy {proxy}", f"add {host} to NO_PROXY if no proxy is needed"
     if "CERTIFICATE_VERIFY_FAILED" in reason:
-        remedy = "set SSL_CERT_FILE to the file of the certificate authority that signed the service's certificate"
+        remedy = "set SSL_CERT_FILE to the certificate file of the authority that signed the service's certificate"
     return ServiceUnreachableError(f"no Tula service responds at {url.rstrip('/')} ({reason}): {remedy}")

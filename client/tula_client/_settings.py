@@ -63,7 +63,7 @@ def access(url: str | None = None, token: str | None = None) -> Access:
 
 
 def _sent_to(named: Access, places: list[Access]) -> Access | None:
-    """Return the first source in `places` whose token may be sent to the address in `named`, or None."""
+    """Return the first source in `places` whose token may be sent to the address that `named` sets, or None."""
     for place in places:
         by_argument = place.file is None and named.origin == "argument"
         if place.token and (by_argument or _bare(place.url or DEFAULT_URL) == _bare(named.url)):

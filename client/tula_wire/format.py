@@ -108,7 +108,7 @@ def _in_unit(number: float, unit: str) -> str:
 
 
 def _figures(number: float, figures: int = 3) -> Decimal:
-    """Return `number` rounded to `figures` significant figures, as a Decimal that `f` formats without an exponent."""
+    """Return `number` rounded to `figures` significant figures, as a Decimal, which `f` formats without an exponent."""
     return Decimal(f"{number + 0.0:.{figures}g}")
 
 

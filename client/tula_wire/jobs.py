@@ -68,7 +68,7 @@ class Run(WireModel):
     configuration_mismatch: str | None = optional(
         "If the process used another configuration, one sentence on how it differs from `configuration`."
     )
-    method: str | None = optional("Quality method: lbt, lrs, lars, post_local_sgd, ags, gain...")
+    method: str | None = optional("Quality method, such as lbt, lrs, lars, post_local_sgd, ags or gain.")
     created_at: Timestamp = Field(description="When the run was planned or registered (RFC 3339, with time zone).")
     started_at: Timestamp | None = optional("When the run first reported `running`.")
     finished_at: Timestamp | None = optional("When the run reached a final state.")
@@ -88,7 +88,7 @@ class Run(WireModel):
     )
     drifted: bool = Field(False, description="Whether the run's speed differs from the prediction.")
     machine: HostFacts | None = optional(
-        "Facts that the first rank reported about its script and host; null until then, and in lists of runs."
+        "Facts that the first rank reported about its script and host; null before the report, and in lists of runs."
     )
 
 
@@ -102,7 +102,7 @@ class RunList(WireModel):
 class Progress(WireModel):
     """The progress of a training run, including the examples and the cost of the runs that it continues."""
 
-    done: float | None = optional("Share of the examples that were read, from 0 to 1; null before the first step.")
+    done: float | None = optional("Share of the examples that have been read, from 0 to 1; null before the first step.")
     left_s: float | None = optional("Estimated seconds remaining, at the speed of the newest steps.")
     spent_usd: float | None = optional("US dollars spent on nodes to date; null without prices.")
     step_time_s: float | None = optional("Seconds per optimizer step, as a robust mean over the newest steps.")
@@ -135,8 +135,8 @@ class RunCreate(WireModel):
 
     kind: RunKind = Field(description="`profile` or `train`.")
     configuration: Configuration = Field(
-        description="The configuration to run. An omitted `instance_type` means the job's only type, or its only type "
-        "with as many ranks per node; an omitted option has its first value."
+        description="The configuration to run. An omitted `instance_type` means the job's only type, or the job's only "
+        "type with the given number of ranks per node; an omitted option has its first value."
     )
     method: Name | None = optional("Quality method, for comparison on the quality page.")
     continues: Name | None = optional("The training run that this run continues.")
@@ -186,15 +186,15 @@ class Candidate(WireModel):
     total_time_s: Estimate = Field(description="Duration of the whole training in seconds.")
     cost_usd: Estimate | None = optional("Cost of the whole training in US dollars; null without a price.")
     tokens_per_step: float | None = optional("Tokens per optimizer step; null if tokens are unknown.")
-    tokens_per_s: Estimate | None = optional("Tokens per second of all ranks, at the step time.")
+    tokens_per_s: Estimate | None = optional("Tokens per second of all ranks together.")
     usd_per_million_tokens: Estimate | None = optional("US dollars per million tokens; null without a price.")
     energy_kwh: Estimate | None = optional(
-        "Kilowatt-hours of the accelerators for the whole training; null if no run has reported energy."
+        "Energy of the accelerators for the whole training in kilowatt-hours; null if no run has reported energy."
     )
     joules_per_example: Estimate | None = optional("Joules that the accelerators use per example.")
     energy_usd: Estimate | None = optional("Price of `energy_kwh` in US dollars; null without `usd_per_kwh`.")
     energy_gco2: Estimate | None = optional("CO2 emissions of `energy_kwh` in grams; null without `gco2_per_kwh`.")
-    memory_bytes: Estimate | None = optional("Peak bytes of one rank; null if memory cannot be predicted yet.")
+    memory_bytes: Estimate | None = optional("Peak memory of one rank in bytes; null if it cannot be predicted yet.")
     memory_fits: float | None = optional("Probability that the candidate fits in memory.")
     unproved: bool = Field(
         False, description="Whether no run has completed three steps with this or a larger local batch."
@@ -238,16 +238,20 @@ class MenuPoint(WireModel):
     total_time_s: Estimate = Field(description="Duration of the whole training in seconds.")
     cost_usd: Estimate | None = optional("Cost of the whole training in US dollars; null without a price.")
     usd_per_hour_saved: float | None = optional(
-        "US dollars per hour saved compared with the next slower point; null for the slowest point or without a price."
+        "Price in US dollars per hour saved, compared with the next slower point; null for the slowest point or "
+        "without a price."
     )
-    energy_kwh: Estimate | None = optional("Kilowatt-hours of the accelerators; null if no run has reported energy.")
+    energy_kwh: Estimate | None = optional("Energy of the accelerators in kilowatt-hours; null if no run reported it.")
     energy_usd: Estimate | None = optional("Price of `energy_kwh` in US dollars; null without `usd_per_kwh`.")
     energy_gco2: Estimate | None = optional("CO2 emissions of `energy_kwh` in grams; null without `gco2_per_kwh`.")
     recommended: bool = Field(False, description="Whether this is the recommended point.")
 
 
 class Quality(WireModel):
-    """Whether the chosen batch is expected to preserve the accuracy of the base batch, for which the rate was tuned."""
+    """Whether the chosen batch is expected to preserve the accuracy of the base batch.
+
+    The learning rate was tuned for the base batch.
+    """
 
     kept: bool = Field(
         description="True if most comparable training runs lost at most one percentage point of accuracy; false if the "
@@ -263,11 +267,11 @@ class Quality(WireModel):
 
 
 class OptionEffect(WireModel):
-    """The effect of an option's value: a comparison of the best candidate with this value and the best with the first.
+    """Compares the best candidate that has a value of an option with the best candidate that has the first value.
 
-    The two candidates may differ in nodes and batch; a factor of 0.5 halves the time. The other options are taken from
-    the two launches that differ only in this option and are most similar to the recommended options; without such
-    launches, the other options have their recommended values.
+    The two candidates may differ in nodes and batch; a factor of 0.5 halves the time. The candidates' other options are
+    those of the two launches that differ only in this option and are most similar to the recommended options. Without
+    such launches, the other options have their recommended values.
     """
 
     option: str = Field(description="Name of the option.")
@@ -280,7 +284,7 @@ class OptionEffect(WireModel):
         "Cost of the whole training divided by that with the first value; null without a price."
     )
     memory: Estimate | None = optional(
-        "Peak bytes of one rank divided by those with the first value at the same batch; null if unknown."
+        "Peak memory of one rank divided by that with the first value at the same batch; null if unknown."
     )
     most_gain: float | None = optional(
         "Maximum saving of a value that was never launched, as a share of the recommendation's time or cost (0.01 is "
@@ -329,8 +333,8 @@ class Recommendation(WireModel):
     quality: Quality | None = optional("The effect of the chosen batch on the accuracy; null if nothing is chosen.")
     why: str = Field(description="The reason for the choice, the runner-up, and the candidates that limits excluded.")
     scaling_rule: ScalingRule | None = optional(
-        "How to adapt the learning rate of the smallest global batch: with `gain`, let `TulaOptimizer` scale the rate "
-        "by the noise scale; null if no larger batch is chosen, or if no experiment covers the optimizer."
+        "How to adapt the learning rate of the smallest global batch: `gain` means that `TulaOptimizer` scales the "
+        "rate according to the noise scale; null if no larger batch is chosen or no experiment covers the optimizer."
     )
     candidates: list[Candidate] = Field(description="All candidates, including those that a limit excludes.")
     frontier: list[Configuration] = Field(description="The candidates that are not dominated in time and cost.")
@@ -341,11 +345,11 @@ class Recommendation(WireModel):
     )
     max_local_batch_size: dict[str, int] = Field(
         {},
-        description="Maximum examples per micro-step by instance type, according to the memory model, with the options "
-        "of `chosen` or, if nothing is chosen, the first value of each option.",
+        description="Maximum number of examples per micro-step by instance type, according to the memory model, with "
+        "the options of `chosen` or, if nothing is chosen, the first value of each option.",
     )
     max_sensible_batch_size: int | None = optional(
-        "Batch in examples beyond which a step makes hardly more progress; null until a training run, or a "
+        "Batch in examples beyond which a step makes hardly any more progress; null until a training run, or a "
         "profiling run of 100 steps, has measured the noise."
     )
     model: ModelReport = Field(description="The model behind the predictions.")
@@ -372,7 +376,7 @@ class BatchStage(WireModel):
     )
     global_batch_size: int = Field(description="Examples per optimizer step.")
     noise_scale: float = Field(
-        description="Minimum gradient noise scale, in examples, from the beginning of the stage on."
+        description="Lowest gradient noise scale in this stage and all later stages, in examples."
     )
     learning_rate_factor: float | None = optional(
         "Learning rate divided by that of the base batch, computed from the gain at this noise scale; `TulaOptimizer` "
@@ -388,7 +392,7 @@ class BatchStage(WireModel):
 
 
 class BatchSchedule(WireModel):
-    """A schedule in which the batch grows in at most four stages, each with the best number of nodes for its batch."""
+    """A schedule in which the batch grows over up to four stages, each with the best number of nodes for its batch."""
 
     job_id: str = Field(description="Id of the job.")
     objective: str = Field(description="The objective that was optimized.")
@@ -462,11 +466,12 @@ class ModelSpec(WireModel):
         "batches."
     )
     convolution_elements_per_sample: Annotated[int, Field(ge=1, le=2**50)] | None = optional(
-        "Maximum number of elements per example in the input or output of any convolution; null if none or unknown."
+        "Maximum number of elements per example in the input or output of any convolution; null if there is none or "
+        "if the number is unknown."
     )
     transposed_elements_per_sample: Annotated[int, Field(ge=0, le=2**50)] | None = optional(
-        "Elements per example that the convolutions of a step read or write in channels-first memory, which half "
-        "precision on GPUs must convert; 0 with channels-last memory."
+        "Elements per example that the convolutions of a step read or write in channels-first memory, which GPUs "
+        "convert in half precision; 0 with channels-last memory."
     )
     reserved_ratio: Annotated[float, Field(ge=1, le=10)] | None = optional(
         "Ratio of reserved to allocated memory when the caching allocator has filled the device; `estimate_memory` "
@@ -653,16 +658,18 @@ class JobSpec(WireModel):
     batch: BatchSpec = Field(BatchSpec(), description="The batches to consider.")
     objective: Objective = Field("balanced", description="What to optimize; limits apply to every objective.")
     usd_per_hour_of_waiting: Annotated[UsdPerHour, Field(gt=0)] | None = optional(
-        "What waiting for training costs you, in US dollars per hour; `balanced` then minimizes both costs together."
+        "What waiting for training costs you, in US dollars per hour; `balanced` then minimizes the sum of this cost "
+        "and the cost of the training."
     )
     usd_per_kwh: _PerKwh | None = optional(
-        "US dollars per kilowatt-hour, if you pay for energy separately from the nodes."
+        "Price of energy in US dollars per kilowatt-hour, if you pay for energy separately from the nodes."
     )
     gco2_per_kwh: _PerKwh | None = optional("Grams of CO2 per kilowatt-hour.")
     search: Search = Field(
         "adaptive",
         description="Which candidates to profile: `full` profiles all, `partial` the corners, `adaptive` the most "
-        "informative, and `paper` the smallest batch on the smallest cluster and the largest batch on the largest.",
+        "informative, and `paper` the smallest batch on the smallest cluster and the largest batch on the largest "
+        "cluster.",
     )
     step_time_model: StepTimeForm = Field(
         "overlap",
@@ -776,23 +783,23 @@ class ProfilingCost(WireModel):
 
     The cost of the rest is estimated from predicted step times and from the start-up times of earlier launches, which
     are assumed to be 30 s before the first launch. An interrupted launch is assumed to have run until its
-    lease expired, and is no longer counted once its runs are leased again. The fields with `at_most` also include the
-    launches that an adaptive search may add, up to its maximum; each is assumed to take as long as the longest launch
-    of the plan, and to cost as much as the most expensive one.
+    lease expired, and is no longer counted once its runs are leased again. The fields whose names contain `at_most`
+    also include the launches that an adaptive search may add, up to its maximum. Each of these launches is assumed to
+    take as long as the longest launch of the plan, and to cost as much as the most expensive one.
     """
 
     spent_gpu_seconds: float = Field(description="Profiling time to date in seconds, summed over all ranks.")
     spent_usd: float | None = Field(description="On-demand cost of nodes to date in US dollars; null without prices.")
     launches_left: int = Field(description="Number of remaining launches: those pending or in progress.")
     runs_left: int = Field(description="Number of runs that the remaining launches measure.")
-    left_s: float = Field(description="Duration of the remaining launches in seconds, one after another.")
+    left_s: float = Field(description="Duration of the remaining launches in seconds, if they run one at a time.")
     left_gpu_seconds: float = Field(description="Time of the remaining launches in seconds, summed over all ranks.")
     left_usd: float | None = Field(
         description="On-demand cost of the remaining launches in US dollars; null without prices."
     )
     launches_at_most: int = Field(description="Number of remaining launches, including those that the search may add.")
     at_most_s: float = Field(
-        description="Duration of the launches in `launches_at_most`, in seconds, one after another."
+        description="Duration of the launches in `launches_at_most` in seconds, if they run one at a time."
     )
     at_most_usd: float | None = Field(
         description="On-demand cost of the launches in `launches_at_most`, in US dollars; null without prices."

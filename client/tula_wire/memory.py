@@ -54,7 +54,7 @@ def usable_bytes(capacity_bytes: float) -> float:
 
 
 def room_bytes(capacity_bytes: float, context_bytes: float | None = None) -> float:
-    """Return the bytes that remain for the allocator after the context, whose size is assumed if it is None."""
+    """Return the bytes that remain for the allocator; `context_bytes` defaults to `assumed_context_bytes`."""
     context = assumed_context_bytes(capacity_bytes) if context_bytes is None else context_bytes
     return usable_bytes(capacity_bytes) - context
 
@@ -77,7 +77,7 @@ def static_bytes(
 
 
 def bytes_per_sample(growing_bytes: Mapping[int, float]) -> float | None:
-    """Return A, the bytes per example, given measured peaks minus M_static, by local batch size.
+    """Return A, the bytes per example. `growing_bytes` contains measured peaks minus M_static, by local batch size.
 
     Returns None if there is no measurement or if memory does not grow with the batch.
 

@@ -44,7 +44,7 @@ def is_known(
 
     The relative error must be at most `precision`. `usual_spread` is the result of `spread` for an earlier batch of the
     same launch. By chance, the measured steps may include no slow steps although the earlier batch had some, so the
-    mean must also be uncertain by at most 7 % if the steps vary by `usual_spread`.
+    uncertainty of the mean, when computed from `usual_spread`, must also be at most 7 %.
     """
     if precision <= 0.0 or relative_error(step_times_s, start_up_s) > precision:
         return False
@@ -73,10 +73,10 @@ def is_long_enough(
 
 
 def spread(step_times_s: Sequence[float]) -> float:
-    """Return the relative standard deviation at which independent steps would have an equally uncertain mean.
+    """Return the relative standard deviation that independent steps with an equally uncertain mean would have.
 
     Successive steps may be correlated, and slow steps may occur at regular intervals, so the result is computed from
-    the means of groups of successive steps (batch means). It is 0 if there are fewer than eight steps.
+    the means of groups of successive steps (batch means). The result is 0 if there are fewer than eight steps.
     """
     if len(step_times_s) < FEWEST_STEPS:
         return 0.0
@@ -85,7 +85,7 @@ def spread(step_times_s: Sequence[float]) -> float:
 
 
 def _means(times: Sequence[float]) -> list[float]:
-    """Return the means of equal groups of successive times, dropping the first few times if they do not divide evenly.
+    """Return the means of equal groups of successive step times; drop the first few times that do not fill a group.
 
     If the largest time is an outlier, the second largest time replaces it, as in the mean that the service reports.
     """
@@ -97,14 +97,14 @@ def _means(times: Sequence[float]) -> list[float]:
 
 
 def _in_each(count: int) -> int:
-    """Return the number of times in each batch mean; the optimal number is proportional to the cube root of `count`."""
+    """Return how many step times each batch mean averages; the optimum is proportional to the cube root of `count`."""
     return round(math.cbrt(count))
 
 
 def half_width(deviation: float, count: int, z: float = _NORMAL) -> float:
     """Return the half-width of a 95 % interval of the mean of `count` values with this standard deviation.
 
-    With another `z`, the interval has the coverage of `z` standard deviations of a normal variable.
+    With a different `z`, the interval has the coverage of `z` standard deviations of a normal variable.
     """
     return _student(count - 1, z) * deviation / math.sqrt(count) if count > 1 else math.inf
 

@@ -23,7 +23,9 @@ class AllReduceReading(WireModel):
     size_bytes: Annotated[int, Field(ge=1, le=2**40)] = Field(description="Bytes that each rank contributes.")
     time_s: Seconds = Field(description="Median time of one all-reduce in seconds.")
     relative_sd: Annotated[float, Field(ge=0, le=100)] = Field(
-        0.0, description="Standard deviation of the time divided by the median, from the median absolute deviation."
+        0.0,
+        description="Standard deviation of the time divided by the median, estimated from the median absolute "
+        "deviation.",
     )
     repeats: Count = Field(1, description="Number of repetitions.")
 
@@ -72,10 +74,12 @@ class FabricProbe(AllReduces):
 
 
 class AllReduceCost(WireModel):
-    """The line `latency_s + seconds_per_byte * size` for the seconds of an all-reduce, with 90 % intervals."""
+    """The line `latency_s + seconds_per_byte * size`, which predicts how many seconds an all-reduce takes."""
 
-    latency_s: Estimate = Field(description="Seconds that an all-reduce takes regardless of its size.")
-    seconds_per_byte: Estimate = Field(description="Seconds for each additional byte per rank.")
+    latency_s: Estimate = Field(
+        description="Seconds that an all-reduce takes regardless of its size, with a 90 % interval."
+    )
+    seconds_per_byte: Estimate = Field(description="Seconds for each additional byte per rank, with a 90 % interval.")
 
 
 class Fabric(WireModel):
@@ -152,7 +156,7 @@ class SampleBatch(WireModel):
     rank: Rank = Field(description="Global rank of the process.")
     boot_id: Name = Field(description="Random id of the process, which is different after a restart.")
     world_size: Count | None = optional("World size that the process observed.")
-    local_batch_size: Count | None = optional("Local batch that the process observed, which may differ from the plan.")
+    local_batch_size: Count | None = optional("Local batch that the process observed; it may differ from the plan.")
     grad_accum_steps: Count | None = optional("Micro-steps per optimizer step that the process observed.")
     timing_method: TimingMethod = Field("wall", description="How step times were split into parts.")
     memory: MemoryBreakdown | None = optional("Memory of this rank.")

@@ -1,4 +1,4 @@
-"""Removes characters from untrusted text that control a terminal, forge a log line, or reorder the text."""
+"""Removes from untrusted text the characters that control a terminal, forge a log line, or reorder the text."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Verdict(WireModel):
     evidence: str = Field(description="The evidence for the diagnosis, in one sentence.")
     next_step: str = Field(description="What to do next, in one sentence.")
     saves: Estimate | None = optional(
-        "Share of a step's time (0 to 1) that following `next_step` saves, with a 90 % interval; null if the "
+        "Share of a step's time (0 to 1) that `next_step` would save, with a 90 % interval; null if the "
         "measurements do not show it."
     )
     at_most: bool = Field(False, description="Whether `saves` is an upper bound rather than an expectation.")
@@ -98,9 +98,9 @@ class Steps:
 def diagnose(steps: Steps, host: HostFacts | None = None, memory: MemoryBreakdown | None = None) -> Verdict:
     """Return the verdict on these steps; it names the cause with the largest share of a step, if that share is large.
 
-    A share is the total time due to the cause divided by the sum of the step times. Its interval follows from the
-    variation over the steps. The next step saves at most that share. The saving is stated as an expectation only if it
-    can be computed: loader workers divide the loading time, and accumulation halves the communication per example.
+    A share is the total time due to the cause divided by the sum of the step times. Its interval is computed from
+    the variation between steps. The next step saves at most that share. The saving is stated as an expectation only if
+    it can be computed: loader workers divide the loading time, and accumulation halves the communication per example.
     Memory has no share, so it is diagnosed only if no other cause is found.
     """
     host, measured = host or HostFacts(), len(steps.step_time_s)
@@ -200,7 +200,7 @@ def _enough_workers(waits: float, workers: int) -> int:
 
 
 def _saved_by_workers(waits: float, workers: int, now: int) -> float:
-    """Return the share of a step that is saved if `now` workers replace the present `workers`.
+    """Return the share of a step that is saved if the loader has `now` workers instead of `workers`.
 
     A step takes either the loading time per batch or the time of everything else, whichever is longer.
     """

@@ -1,12 +1,12 @@
-"""Creates a TrainJob (Kubeflow Trainer v2) or a PyTorchJob (Training Operator v1) for a run; waits until it ends.
+"""Creates a TrainJob (Kubeflow Trainer v2) or a PyTorchJob (Training Operator v1) for a run, and waits until it ends.
 
     tula tune job.toml --stop-command 'kubectl delete trainjob,secret tula-{launch_id}' -- \
         python kubernetes_job.py --image registry.example/train:1 {num_nodes} {ranks_per_node} {launch_id} \
         train.py --batch-size={local_batch_size}
 
 The `TULA_*` variables are stored in a Secret, from which the pods read them, so you need not enter them by hand. For a
-PyTorchJob, add `--pytorchjob`, and replace `trainjob` by `pytorchjob` in the stop command. The script needs kubectl and
-uses its current context and namespace.
+PyTorchJob, add `--pytorchjob`, and replace `trainjob` with `pytorchjob` in the stop command. The script needs kubectl
+and uses its current context and namespace.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def environment(name: str, variables: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def train_job(name: str, options: argparse.Namespace, env: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a TrainJob; its runtime `torch-distributed` passes nodes, processes and the rendezvous to torchrun."""
+    """Return a TrainJob; its runtime `torch-distributed` configures torchrun's nodes, processes and rendezvous."""
     trainer: dict[str, Any] = {
         "image": options.image,
         "command": ["torchrun", *options.script],

@@ -125,9 +125,9 @@ def run_mode(
 ) -> dict[str, list[Result]]:
     """Return the results by case name, including the small batch; `only` contains the methods to run (default: all).
 
-    With `upper`, run the baselines and the default with the upper end of the flat optimum as base rate, if it differs
-    from the best rate and the method uses a base rate. The runs are ordered by seed, so that an interrupted campaign
-    has run all methods with the same seeds.
+    With `upper`, run the baselines and the default with the upper end of the flat optimum as base rate, if this rate
+    differs from the best rate and the method uses a base rate. The runs are ordered by seed, so that an interrupted
+    campaign has run all methods with the same seeds.
     """
     rates = {
         (case.name, method.name): tune_base_rate(campaign, case, method, mode)

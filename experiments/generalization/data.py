@@ -132,7 +132,7 @@ def _glyphs(count: int, *, side: int = 16, canvas: int = 26) -> tuple[torch.Tens
 
 
 def _random_affine(rng: np.random.Generator, count: int) -> NDArray[np.float32]:
-    """Draw inverse maps (count, 2, 3): rotations of +-20 degrees, shears, scales of 0.75-1.25, shifts of an eighth."""
+    """Draw inverse maps (count, 2, 3): rotations of +-20 degrees, shears, scales of 0.75-1.25, shifts up to 1/8."""
     angle, shear = rng.uniform(-0.35, 0.35, count), rng.uniform(-0.3, 0.3, count)
     scale = rng.uniform(0.75, 1.25, (2, count))
     cos, sin = np.cos(angle), np.sin(angle)

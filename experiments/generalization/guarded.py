@@ -4,13 +4,13 @@
 
 For each network and data set of `--quick`, and each number in `--epochs`, the program takes these steps:
 
-1. It profiles the first 128 steps of the default at four times the base batch, and reads their noise scale and reports
-   as the service does.
+1. It trains with the default method for 128 steps at four times the base batch, and reads the noise scale and the
+   reports of these steps as the service does.
 2. It chooses a batch of 1 to 64 times the base batch with the service's `balanced` objective and the guard that follows
    from these reports. Time is assumed to fall as 1 / B at equal cost, so `balanced` chooses the largest batch that the
    guard allows. This is the hardest test of the guard.
-3. It trains with the default at this batch, with one rank per base batch (at most four), and compares the accuracy with
-   training at the base batch with the same seeds, base rate and epochs.
+3. It trains with the default method at this batch, with one rank per base batch (at most four), and compares the
+   accuracy with that of training at the base batch with the same seeds, base rate and epochs.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 For each network and data set of `--quick`, the program takes these steps:
 
-1. It chooses the constant batch as `guarded.py` does: from a profile, with the service's own `balanced`, and as if time
-   fell as 1 / B and every batch cost the same.
+1. It chooses the constant batch as `guarded.py` does: from a profile, with the service's own `balanced`, and on the
+   assumption that time falls as 1 / B and every batch costs the same.
 2. It trains with the default at this batch, and passes the noise scale of the first seed's training run to the
    service's own `Ramps`.
 3. If `Ramps` returns stages, it trains with the default in these stages, with the same seeds, base rate and examples.
@@ -100,7 +100,7 @@ def _optimizer(case: Case, network: torch.nn.Module, batch: int, learning_rate: 
 
 
 def compare(case: Case, mode: Mode, *, learning_rate: float, seeds: int) -> dict[str, object]:
-    """Return a case's stages, and the numbers of steps and accuracies without stages and (if it has any) with them."""
+    """Return a case's stages, and the number of steps and the accuracies without and (if there are any) with stages."""
     goal, estimates = goal_and_estimates(case, mode, profile(case, mode, learning_rate=learning_rate))
     chosen = choose(goal, estimates).chosen
     assert chosen is not None
@@ -134,7 +134,7 @@ def compare(case: Case, mode: Mode, *, learning_rate: float, seeds: int) -> dict
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compare schedule and constant batch on the cases of `--quick`; by default, `argv` is the command line."""
+    """Compare the schedule with a constant batch on the cases of `--quick`; by default, `argv` is the command line."""
     parser = argparse.ArgumentParser(prog="experiments.generalization.ramp", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     parser.add_argument("--seeds", type=int, default=3)

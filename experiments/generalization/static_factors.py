@@ -8,7 +8,7 @@ the test accuracy after every epoch of one run of the large batch, in `static-st
 decays of the learning rate. The base rates come from `results/quick.json`. The keys `static.NETWORK.DELTA.FACTOR.test`
 and `static.NETWORK.lbt.test` are test accuracies in percent (means over seeds), and `.scaled_share` is the share of
 scaled steps. `variability.NETWORK.spike` is the largest variability in the epoch of the first decay, divided by the
-median of the largest variabilities in the three epochs before.
+median of the largest variabilities in the three preceding epochs.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def train(
     learning_rate: float,
     after_epoch: AfterEpoch | None = None,
 ) -> Result:
-    """Train `method` on `case`; return the result. `seed` determines weights, order and dropout, but not the data."""
+    """Train on `case` with `method`; return the result. `seed` fixes weights, order and dropout, but not the data."""
     device = torch.device(mode.device)
     images = load(case.dataset, num_train=min(case.num_train or mode.num_train, mode.num_train))
     val, test = (part.first(mode.num_eval).to(device) for part in (images.val, images.test))

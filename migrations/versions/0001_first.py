@@ -1,8 +1,8 @@
 """Creates the first schema.
 
-Until the first release, schema changes edit this file, `tula_service/store/tables.py` (a test checks that both agree)
-and the dump that `python -m tests.service.store.make_asset` writes. After the first release, each schema change gets a
-new migration.
+Until the first release, change the schema by editing this file and `tula_service/store/tables.py` (a test checks that
+the two agree), and update the dump with `python -m tests.service.store.make_asset`. After the first release, add a new
+migration for each schema change.
 
 Revision ID: 0001
 """

@@ -77,7 +77,7 @@ A revocation may take this long to reach every worker.
 def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S, fits: Fits | None = None) -> FastAPI:
     """Return the application, connected to a migrated database.
 
-    Unless `fits` was started, fits are computed in the service's own threads, which delays other requests.
+    Unless `fits` has started its process, fits are computed in the service's threads, which delays other requests.
 
     Raises SchemaMismatch if the database's schema does not match this version.
     """
@@ -151,7 +151,7 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S, fits
 
 
 def _make_partitions(store: Store) -> None:
-    """Create the partitions for the coming months; log any error, since the next attempt is made a day later."""
+    """Create the partitions for the coming months; log errors instead of raising them, since a daily retry follows."""
     try:
         create_ahead(store.engine)
     except Exception:

@@ -102,7 +102,7 @@ def migrate(database: _Database = None) -> None:
 def prune(
     database: _Database = None,
     older_than_days: Annotated[
-        float | None, typer.Option(help="Delete jobs that were archived longer ago than this.")
+        float | None, typer.Option(help="Delete jobs that were archived more than this many days ago.")
     ] = None,
     yes: Annotated[
         bool, typer.Option("--yes", help="Delete; without this flag, only print what would be deleted.")
@@ -198,7 +198,7 @@ def token_revoke(token_id: str, database: _Database = None, as_json: _Json = Fal
 def _opened(
     database: str | None, *, migrate: bool = False, create: bool = False, **flags: Any
 ) -> Iterator[tuple[Settings, Store]]:
-    """Yield settings and store; `migrate` upgrades the schema first, and `create` creates it in an empty database.
+    """After upgrading the schema (`migrate`) or creating it in an empty database (`create`), yield settings and store.
 
     If a ServiceError or SettingsError is raised here or in the caller's block, print it and exit with code 2.
     """
@@ -219,8 +219,8 @@ def _refuse_strangers_without_a_token(settings: Settings, store: Store) -> None:
     with store.reading() as tx:
         if not settings.on_loopback and not tx.tokens.ever_made():
             raise SettingsError(
-                f"Refusing to listen on {settings.host}, since no token exists: first run `tula token create NAME "
-                "--scope admin` with the same --database."
+                f"The service cannot listen on {settings.host} until a token exists: first run `tula token create "
+                "NAME --scope admin` with the same --database."
             )
 
 

@@ -137,9 +137,9 @@ class RunRecord(NewRun):
 
 @dataclass(frozen=True)
 class BucketTimeline:
-    """The size of each gradient bucket in bytes, and the seconds until the bucket was complete, in reduction order.
+    """The size of each gradient bucket, and the time from the start of the micro-step until the bucket was complete.
 
-    Both arrays have shape (n,).
+    Both arrays have shape (n,) and are in reduction order.
     """
 
     bucket_bytes: tuple[float, ...]
@@ -150,10 +150,10 @@ class BucketTimeline:
 class RunSummary:
     """The values of one run that a fit reads: robust averages over its last measured steps, and its memory.
 
-    `step_time_s` to `exposed_comm_time_s`, `input_time_s` and `optimizer_time_s` come from `perfmodel.step_summary`.
-    `num_samples` is the number of measured samples from all ranks, and `num_steps` the number of steps averaged.
-    `world_size`, `local_batch_size` and `grad_accum_steps` are the values that the process reported, or None. `memory`
-    is the memory use of the rank with the highest peak.
+    `perfmodel.step_summary` computes the fields from `step_time_s` to `exposed_comm_time_s`, `input_time_s` and
+    `optimizer_time_s`. `num_samples` is the number of measured samples from all ranks, and `num_steps` is the number of
+    steps averaged. `world_size`, `local_batch_size` and `grad_accum_steps` are the values that the process reported, or
+    None. `memory` is the memory use of the rank with the highest peak.
     """
 
     run_id: str

@@ -13,7 +13,7 @@ class ServiceError(Exception):
 
 
 class InvalidInput(ServiceError):
-    """A value is well-formed but not acceptable; `field` is the dotted path of the value's field."""
+    """A value is well-formed but not acceptable; `field` is the dotted path of the value."""
 
 
 class NotFound(ServiceError):

@@ -25,20 +25,20 @@ class Settings(BaseSettings):
     database: str = Field("tula.db", description="SQLite file or postgresql+psycopg:// URL.")
     host: str = Field("127.0.0.1", description="Address to listen on; any address except loopback requires a token.")
     port: int = Field(8321, ge=0, le=65_535, description="Port to listen on; 0 selects a free port.")
-    workers: int = Field(1, ge=1, description="Worker processes, which share the database and the metrics.")
+    workers: int = Field(1, ge=1, description="Number of worker processes, which share the database and the metrics.")
     threads: int = Field(16, ge=2, description="Concurrent requests per worker, and database connections per worker.")
     max_in_flight: int = Field(
         256,
         ge=1,
-        description="Agent requests in progress per worker; all other requests share a limit of 3/4 of this number.",
+        description="Maximum agent requests in progress per worker; all other requests share 3/4 of this limit.",
     )
     requests_per_minute: int = Field(
-        6_000, ge=1, description="Requests per token and worker, excluding samples and telemetry."
+        6_000, ge=1, description="Maximum requests per token and worker, excluding samples and telemetry."
     )
     ingest_per_minute: int = Field(
-        240_000, ge=1, description="Requests with samples or telemetry per token and worker."
+        240_000, ge=1, description="Maximum requests with samples or telemetry per token and worker."
     )
-    shutdown_s: int = Field(20, ge=1, description="Maximum time that accepted requests have to finish at shutdown.")
+    shutdown_s: int = Field(20, ge=1, description="Maximum time for accepted requests to finish at shutdown.")
     retention_days: float = Field(90.0, ge=0, description="Age at which `tula prune` deletes archived jobs.")
     telemetry_days: float = Field(
         0.0, ge=0, description="Age at which `tula prune` drops a month of telemetry (Postgres only); 0 keeps all."
@@ -47,7 +47,7 @@ class Settings(BaseSettings):
         "", description="Folder or s3:// URL where telemetry is saved as Parquet before it is dropped."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Log level; debug includes ingest."
+        "info", description="Log level; debug also logs ingest requests and health checks."
     )
     log_format: Literal["auto", "json", "text"] = Field(
         "auto", description="Log format; auto is text on a terminal, else json."

@@ -28,7 +28,7 @@ WITHIN_S = 30.0
 
 @dataclass(frozen=True)
 class Lie:
-    """A response with `text` as its body, or one that is sent in the incorrect way that `delivery` names."""
+    """A response with `text` as its body; `delivery`, if given, names the incorrect way in which it is sent."""
 
     name: str
     text: str = "{}"

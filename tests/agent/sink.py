@@ -154,7 +154,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return self.answer(404, b'{"type": "urn:tula:problem:not-found", "detail": "not found"}')
 
     def take(self, body: bytes) -> None:
-        """Keep a body that fits the contract; refuse any other."""
+        """Keep a request body that fits the contract; refuse any other."""
         sink = self.server.sink
         kind = self.path.rpartition("/")[2]
         model = {"samples": SampleBatch, "telemetry": TelemetryChunk}.get(kind, RunPatch)

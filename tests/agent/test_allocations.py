@@ -31,7 +31,7 @@ def test_small_requests_share_a_segment_and_a_freed_block_serves_the_next() -> N
 
 
 def test_a_block_that_is_split_cannot_serve_a_larger_request_until_its_neighbours_merge() -> None:
-    """Two free pieces have 30 MiB together, but a request for 30 MiB needs a new segment."""
+    """Two free pieces add up to 30 MiB, but a request for 30 MiB needs a new segment."""
     split = ((1, 40 * MIB), (1, None), (2, 15 * MIB), (3, 10 * MIB), (4, 15 * MIB), (2, None), (4, None))
     assert allocator_after(*split, (5, 30 * MIB)).reserved == 70 * MIB
     assert allocator_after(*split, (3, None), (5, 30 * MIB)).reserved == 40 * MIB

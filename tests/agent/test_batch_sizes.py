@@ -79,7 +79,7 @@ def train(sink, tmp_path):
 def test_sizes_that_vary_count_as_the_batch_of_the_run_and_one_sentence_says_what_to_state(train, caplog):
     tokens = [torch.zeros(200 + 17 * (i % 11), 2) for i in range(40)]
     assert train(tokens, environ={"TULA_LOCAL_BATCH_SIZE": "8"})[8] >= 30
-    (said,) = [record.getMessage() for record in caplog.records if "size of batches varies" in record.getMessage()]
+    (said,) = [record.getMessage() for record in caplog.records if "batch size varies" in record.getMessage()]
     assert "run.steps(loader, size=...)" in said
     assert "use the run's batch size" not in caplog.text
 

@@ -60,7 +60,7 @@ def test_one_launch_measures_several_batches_where_the_framework_lets_them_be_cu
     whole = {("run1", BATCHES[script])}
     if script == "transformers_train.py":
         assert (sizes, seen.count("run1")) == (whole, 8)
-        assert done.stderr.count("measures one batch instead of several") == 1
+        assert done.stderr.count("measures one batch size instead of several") == 1
     else:
         assert (sizes, seen.count("small"), seen.count("run1")) == (whole | {("small", 2)}, 8, 8)
         assert sorted(sink.states) == ["running", "running", "succeeded", "succeeded"]
@@ -80,7 +80,7 @@ def test_a_lightning_module_that_takes_batches_from_the_loader_itself_measures_w
     done = launch("lightning_fit.py", "50", PULLS="1", **plan)
     assert not sink.invalid
     assert {path.split("/")[3] for _, path, _ in sink.requests if path.endswith("/samples")} == {"run1"}
-    assert done.stderr.count("measures one batch instead of several") == 1
+    assert done.stderr.count("measures one batch size instead of several") == 1
 
 
 @pytest.mark.parametrize("script", ["lightning_fit.py", "transformers_train.py"])

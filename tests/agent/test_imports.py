@@ -25,7 +25,7 @@ print(json.dumps(sorted(sys.modules)))
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], set[str]]:
-    """Return the modules of a process after importing the agent, and after using it."""
+    """Return the modules that a process has loaded after importing the agent, and after using it."""
     spool = tmp_path_factory.mktemp("spool")
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],

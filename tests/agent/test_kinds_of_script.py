@@ -91,7 +91,7 @@ def test_ranks_that_step_unequally_often_train_to_their_end(
 def test_the_first_rank_never_waits_for_another_to_send_what_it_measured(
     sink: Sink, launch: Launch, environment: dict[str, str]
 ) -> None:
-    """If the service hangs, a run takes five seconds to end; this time must not count in a step of the first rank."""
+    """If the service hangs, a run takes five seconds to end; the first rank must not count this time in a step."""
     sink.behaviour = "hang"
     launch("with_hook.py", str(SCRIPTS / "kinds.py"), "joined_nearly_even", ranks=2, **PROFILE)
     files = Path(environment["TULA_SPOOL_DIR"]).glob("run1-0-*.spool")

@@ -147,7 +147,7 @@ def test_batches_that_cannot_be_cut_are_measured_whole_with_one_message(
     assert sizes == [8] * 8
     assert totals(sink) == {"run1": ({8}, 6)}
     assert states(sink, "small") == []
-    assert len([r for r in caplog.records if "measures one batch instead of several" in r.message]) == 1
+    assert len([r for r in caplog.records if "measures one batch size instead of several" in r.message]) == 1
 
 
 def test_ranks_that_cannot_agree_measure_the_whole_batch_and_give_the_smaller_one_back(

@@ -95,7 +95,7 @@ def test_a_possible_answer_acts_as_if_the_script_had_given_it(launch: Launch) ->
 
 @pytest.mark.parametrize("delivery", ["endless", "bomb", "drip"])
 def test_answers_to_measurements_cost_neither_memory_nor_time(launch: Launch, delivery: str) -> None:
-    """An endless response once took gigabytes, a compressed one delayed training by seconds, a slow one never ended."""
+    """An endless response once took gigabytes, a compressed one stalled training, and a slow one never ended."""
     arguments = ("--policies", "none", "--steps", "200")
     without = launch(SCRIPT, *arguments, TULA_URL=NOWHERE)
 
@@ -133,7 +133,7 @@ def joining_lies() -> list[tuple[str, Lie]]:
 
 
 def test_no_answer_to_a_rank_that_joins_raises_or_leads_to_another_path() -> None:
-    """An id of `..` once changed the path of a request with the agent's token. Jobs are named by name and by id."""
+    """An id of `..` once changed the path of a request with the agent's token. The job is given by name or by id."""
     for (path, lie), job in itertools.product(joining_lies(), (NAME, JOB_ID)):
         if (path, job) == ("/jobs", JOB_ID):
             continue  # which is not asked for

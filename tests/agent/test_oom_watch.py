@@ -114,7 +114,7 @@ def test_a_single_rank_reports_and_is_not_ended():
 
 
 def two_ranks(**options):
-    """Return two ranks in the middle of a step, of which the first has counted an error."""
+    """Return two ranks in the middle of a step; the first rank has counted an error."""
     store = FakeStore(2)
     ranks = [Rank(store, rank, stalled_s=0.1, **options) for rank in range(2)]
     ranks[0].count = 1
@@ -141,7 +141,7 @@ def test_ranks_that_each_counted_an_error_in_the_same_step_end_too():
     ("batches", "in_step"), [((8, 8), (True, False)), ((8, 8), (False, True)), ((2, 8), (True, True))]
 )
 def test_an_error_ends_nothing_while_a_rank_evaluates_or_compiles_its_first_step(batches, in_step):
-    """The cases: the other rank evaluates, this rank evaluates while the other waits, or a rank selects kernels."""
+    """Either one of the two ranks evaluates outside its step, or a rank is still selecting kernels."""
     ranks = two_ranks()
     for rank, count, inside in zip(ranks, batches, in_step, strict=True):
         rank.batches, rank.in_step = count, inside

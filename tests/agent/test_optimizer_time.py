@@ -1,4 +1,4 @@
-"""Tests the time of an optimizer that takes most of a step, and its prediction with gradient accumulation."""
+"""Tests that timing an optimizer that takes most of a step improves predictions with gradient accumulation."""
 
 from __future__ import annotations
 

@@ -489,7 +489,7 @@ def test_random_states_that_cannot_be_captured_raise_nothing() -> None:
 
 @pytest.mark.parametrize(("how", "steps"), [("os._exit", 21), ("schedule", 6)])
 def test_what_was_measured_is_sent_whatever_ends_the_script(sink: Sink, launch: Launch, how: str, steps: int) -> None:
-    """The process ends without tear-down, or a learning-rate schedule raises after the six steps of the script."""
+    """The process ends without tear-down, or a learning-rate schedule raises an exception after six steps."""
     plan = {"TULA_WARMUP_STEPS": "1", "TULA_MEASURE_STEPS": "20"}
     launch("leaves.py", how, expect=int(how == "schedule"), **plan)
     assert len(sink.steps()) == steps

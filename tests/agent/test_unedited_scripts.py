@@ -41,7 +41,7 @@ def test_the_page_on_what_was_run_lists_every_script() -> None:
 
 
 def check_measured(sink: Sink, script: str, world_size: int = 2) -> None:
-    """Assert that rank 0's samples have the script's batch, accumulation and world size and the run succeeded."""
+    """Assert that rank 0's samples have the script's batch, accumulation and world size, and that the run succeeded."""
     assert not sink.invalid
     measured = [body for body in sink.samples if body["rank"] == 0]
     seen = {(body["local_batch_size"], body["grad_accum_steps"], body["world_size"]) for body in measured}
@@ -76,7 +76,7 @@ def test_one_launch_measures_several_batches(sink: Sink, launch: Launch, script:
     accumulated = 2 if script in ACCUMULATING else 1
     if script not in CUT:
         assert batches == {"run1": (8, 1)}
-        assert "measures one batch instead of several" in done.stderr
+        assert "measures one batch size instead of several" in done.stderr
     else:
         assert batches == {"small": (2, accumulated), "middle": (4, accumulated), "run1": (8, accumulated)}
         ended = [path.split("/")[3] for _, path, body in sink.requests if body.get("state") == "succeeded"]

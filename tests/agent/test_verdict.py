@@ -1,8 +1,8 @@
 """Tests that the agent's log and the service give the same verdict on real training runs with one bottleneck each.
 
 The verdict on memory has no test here, since a CPU has no allocator that reports its retries;
-`tests/wire/test_verdict.py` tests that rule with such a reading. All delays are shares of a step and large compared
-with what a busy machine adds.
+`tests/wire/test_verdict.py` tests that rule with such a reading. All delays are fractions of a step, and are large
+compared with the delays that a busy machine adds.
 """
 
 from __future__ import annotations

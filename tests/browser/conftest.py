@@ -51,7 +51,7 @@ def seeded(server: Server) -> Seeded:
 
 @pytest.fixture(scope="module")
 def tab(chromium: Browser) -> Iterator[Page]:
-    """Open one page for all tests, since a new page or profile takes Chromium a second of CPU time."""
+    """Open one page for all tests, since opening a page or profile costs Chromium a second of CPU time."""
     context = chromium.new_context()
     yield context.new_page()
     context.close()

@@ -1,4 +1,4 @@
-"""Tests the dashboard in a real Chromium, with no, little and much data, in dark and light mode, on laptop and phone.
+"""Tests the dashboard in a real Chromium: without data and with little or much, dark and light, on laptop and phone.
 
 Some tests are about readers who prefer reduced motion (WCAG 2.1, 2.3.3) or who keep many pages open.
 """
@@ -279,7 +279,7 @@ def test_a_run_is_live_one_pointer_reads_every_chart_and_zoom_asks_for_more(visi
 def test_any_metric_of_a_run_is_smoothed_on_a_logarithmic_axis_and_compared_with_other_runs(
     visit: Visit, seeded: Seeded
 ) -> None:
-    """The page also shows the output as text, and the step of the last value of a column that ended early."""
+    """The page also shows the output as text and, for a column that ended early, the step of its last value."""
     body = {"kind": "train", "configuration": {"num_nodes": 1, "local_batch_size": 32}, "holder": "seed"}
     run_id = str(seeded.post(routes.JOB_RUNS.format(job_id=seeded.job_id), body)["id"])
     seeded.telemetry(run_id, 0, range(5, 1200, 10), {"eval_loss": [5 * 0.97**at for at in range(120)]})

@@ -41,7 +41,7 @@ def four_devices(machine: Path) -> None:
 
 
 def written(capfd: Out, *command: str) -> tuple[JobSpec, list[str]]:
-    """Return the job that `tula init` writes and the training command that it prints, after checking that they fit."""
+    """Return the job that `tula init` writes and the command that it prints, after checking that they match."""
     assert run(["init", "--", *command]) == 0
     words = shlex.split(capfd.readouterr().out.splitlines()[-1])
     assert words[:4] == ["tula", "tune", "job.toml", "--"]

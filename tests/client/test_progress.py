@@ -28,7 +28,7 @@ def left(launches, runs, seconds, usd=None, *, most=0):
 
 
 def printed_of(*costs, terminal=False):
-    """Return what the reporter prints while the cost of a plan of two runs takes these values one after the other."""
+    """Return what the reporter prints while the cost of a plan of two runs takes these values in turn."""
     service, printed = FakeService([configuration(), configuration(2)]), io.StringIO()
     with Reporter(Console(file=printed, force_terminal=terminal, width=160)) as reporter:
         for cost in costs:

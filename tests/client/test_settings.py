@@ -1,4 +1,4 @@
-"""Tests where address and token are read from (argument, environment, `.env`, file), and where no token is sent."""
+"""Tests where the address and token are read from (argument, environment, `.env`, file), and when no token is sent."""
 
 from __future__ import annotations
 

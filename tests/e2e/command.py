@@ -58,9 +58,9 @@ started: list[subprocess.Popen[str]] = []
 class Tula:
     """The `tula` command as a user runs it in a separate folder.
 
-    With `forked`, a call of the command, and the processes that it launches, are forked from a process that has
-    imported torch; this suits tests that check neither how these processes start nor that none is left. The method
-    `start` never forks the command, so that a test can send it a signal.
+    With `forked`, the command and the processes that it launches are forked from a process that has imported torch;
+    this suits tests that check neither how these processes start nor whether any of them is left. The method `start`
+    never forks the command, so that a test can send it a signal.
     """
 
     def __init__(self, server: Server | Client, folder: Path, *, forked: bool = False, **environment: str) -> None:
@@ -129,7 +129,7 @@ class Tula:
         return json.loads(out) if out else None, error
 
     def runs(self, name: str) -> list[Run]:
-        """Return all runs of a job, the oldest first."""
+        """Return all runs of a job, oldest first."""
         with self.client() as client:
             return sorted(client.handle(name).runs(), key=lambda run: run.created_at)
 

@@ -1,4 +1,4 @@
-"""Provides one service for all end-to-end tests, and ends the processes that a failed test leaves behind."""
+"""Provides one service for all end-to-end tests, and ends processes that a failed test leaves behind."""
 
 from __future__ import annotations
 

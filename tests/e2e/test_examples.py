@@ -1,4 +1,4 @@
-"""Tests that every example trains without a service, and the first example also without Tula's lines."""
+"""Tests that every example trains without a service, and that the first one also trains without Tula's lines."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_a_hang_ends_at_the_time_limit_with_the_stack_of_each_rank(server: Serve
 
 
 def test_nothing_that_happens_to_its_terminal_ends_a_training(server: Server, tmp_path: Path) -> None:
-    """The terminal cannot show a character, is no longer read, and closes; SLURM announces the allocation's end."""
+    """The terminal cannot show a character, stops reading, and closes; SLURM announces the end of the allocation."""
     tula = Tula(server, tmp_path, PYTHONIOENCODING="ascii")
     tula.register("lasts", nodes=1)
     go_on = tmp_path / "go-on"
@@ -63,7 +63,7 @@ def test_nothing_that_happens_to_its_terminal_ends_a_training(server: Server, tm
 
 
 def test_out_of_memory_in_training_falls_back_from_the_last_checkpoint(server: Server, tmp_path: Path) -> None:
-    """This test uses torch's error on a CPU; `tests/client/launch/test_judge.py` has the messages of other devices."""
+    """This test uses torch's CPU error; `tests/client/launch/test_judge.py` tests the messages of other devices."""
     tula = Tula(server, tmp_path, forked=True)
     script = [*ALONE, *BATCH, "--accumulate={grad_accum_steps}"]
     tula.register("shrinks", nodes=1)

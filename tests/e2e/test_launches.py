@@ -70,7 +70,7 @@ def test_a_restarted_service_ctrl_c_and_a_lost_lease_lose_nothing_and_repeat_not
         wait_until(lambda: states(tula, "shared")[2, 4] == "succeeded")
 
         def taken_over() -> bool:
-            """Return whether the third command has started the run; if not, expire the lease that the first renews."""
+            """Return whether the third command has started the run; if not, expire the lease of the first command."""
             if list(tmp_path.glob("three/*/logs/*.log")):
                 return True
             with sqlite3.connect(database) as store:

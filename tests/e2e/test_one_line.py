@@ -145,7 +145,7 @@ def check_one_run(client: Client, job: str, ranks: int) -> None:
 def test_a_script_without_an_edit_joins_the_job_in_its_environment(
     client: Client, server: Server, tmp_path: Path
 ) -> None:
-    """The run has one rank, since torchrun starts an interpreter for each; the next test has two."""
+    """The run has one rank, since torchrun starts an interpreter for every rank; the next test has two ranks."""
     client.register(spec("no line", cluster={"max_nodes": 1, "ranks_per_node": 1}))
     command = [str(launchers() / "torchrun"), "--standalone", "--nproc-per-node=1", str(UNEDITED / "plain_ddp.py")]
     without_an_edit(server, "no line", tmp_path, *command, *SHORT)
@@ -263,7 +263,7 @@ def test_a_restart_by_torchrun_continues_its_run(client: Client, server: Server)
 def test_a_restart_continues_the_run_before_on_whichever_machine_rank_0_is(
     client: Client, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 is on machine `a`, on `b`, again on `a` (whose own last run is then older), and on `a` after a pause."""
+    """Rank 0 is on machine `a`, then on `b`, then on `a` (whose own last run is older), and on `a` after a pause."""
     store = dist.HashStore()
     for start, machines in enumerate(("ab", "ba", "ab", "b", "a")):
         ranks = []

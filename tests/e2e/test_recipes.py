@@ -73,14 +73,14 @@ def test_the_command_at_the_head_of_each_recipe_is_accepted(recipe: Path) -> Non
 
 
 def train_job(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Validate a manifest with Kubeflow's published model of a TrainJob; return the result. Raises if it is invalid."""
+    """Validate a manifest against Kubeflow's published model of a TrainJob; return the result. Raises if invalid."""
     from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 
     return dict(TrainerV1alpha1TrainJob.from_dict(manifest).to_dict())
 
 
 def pytorch_job(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Validate a PyTorchJob with what is published: Kubernetes' model of its pods, and the names of its fields."""
+    """Validate a PyTorchJob against the names of its fields, and its pods against Kubernetes' published model."""
     from kubeflow_trainer_api.models import IoK8sApiCoreV1PodTemplateSpec as PodTemplate
 
     assert manifest["spec"].keys() == {"nprocPerNode", "pytorchReplicaSpecs", "runPolicy"}

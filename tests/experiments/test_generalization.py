@@ -123,7 +123,7 @@ def test_development_and_test_cases_are_apart_and_every_named_baseline_is_run():
 
 
 def test_betas_of_adam_follow_the_batch():
-    """According to Malladi et al. (2022), 1 - beta grows by a factor of B / base, to at most 1."""
+    """According to Malladi et al. (2022), 1 - beta grows by a factor of B / base but never exceeds 1."""
     (root,) = [method for method in ADAM_METHODS if method.name == "root"]
     case = Case("stdlib", "transformer", 64, 4)
     network = build("transformer", num_classes=256, side=32)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:
-    """Return the file of the authority's certificate, and a file with key and signed certificate for localhost."""
+    """Return the file of the authority's certificate, and a file with the key and signed certificate for localhost."""
     own, signed, pair = folder / "authority.pem", folder / "signed.pem", folder / "localhost.pem"
     key, extension = folder / "authority.key", folder / "extension"
     extension.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")

@@ -1,4 +1,4 @@
-"""Tests options of a job: invalid ones get one sentence each, valid ones a canonical form and an object on the wire."""
+"""Tests that a job's invalid options are refused with one sentence each, and that valid ones get a canonical form."""
 
 from __future__ import annotations
 

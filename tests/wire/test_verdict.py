@@ -1,4 +1,4 @@
-"""Tests that the verdict names the cause that takes most of a step, and claims no larger saving than shares allow."""
+"""Tests that the verdict names the cause that takes most of a step, and claims no larger saving than its share."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Sends metrics logged through accelerate as telemetry: `Accelerator(log_with=[TulaTracker(run)])`.
+"""Forwards the metrics that a script logs through accelerate: `Accelerator(log_with=[TulaTracker(run)])`.
 
-The script keeps its own loop, which must call `run.steps`.
+The script keeps its own loop, which must iterate over `run.steps(loader)`.
 """
 
 from __future__ import annotations

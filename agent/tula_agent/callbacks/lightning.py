@@ -124,8 +124,7 @@ class TulaCallback(Callback):
 
 
 class UneditedCallback(TulaCallback):
-    """The callback that Lightning loads from an entry point, for scripts that do not use Tula themselves
-    (`tula_startup`).
+    """Callback that Lightning loads from an entry point (`tula_startup`), for scripts that do not use Tula themselves.
 
     All fits of the script form one run, which ends with the process. Once a profiling run has enough samples, all ranks
     exit the script after the same step, without any further validation, checkpoint or `fit`.

@@ -85,7 +85,7 @@ class TulaTrainerCallback(TrainerCallback):
 
 
 def _watch_around(run: Run, model: Any) -> None:
-    """Watch the DDP module that wraps `model`, which callbacks do not receive, from the first forward pass on."""
+    """From the first forward pass on, watch the DDP module around `model`, since callbacks receive only `model`."""
 
     def found(*_: Any) -> None:
         hook.remove()

@@ -41,7 +41,7 @@ def _check(name: str, passed: bool, fact: str, remedy: str, otherwise: State = "
 
 
 def examine(environ: Mapping[str, str], client: httpx.Client, origin: str = "TULA_URL") -> list[Finding]:
-    """Return all findings, in the order in which their problems would stop a job; `origin` tells what set the URL."""
+    """Return all findings, in the order in which their problems would stop a job; `origin` is the source of the URL."""
     findings = [Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")]
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("torch", _torch),
@@ -81,7 +81,10 @@ def _torch() -> Iterator[Finding]:
         name = f"{torch.cuda.get_device_name(index)} (sm_{major}{minor})"
         native = any(arch.startswith((f"sm_{major}", f"compute_{major}")) for arch in supported)
         yield _check(
-            f"cuda:{index}", native, name, "install torch wheels that support this GPU (V100: from the cu126 index)"
+            f"cuda:{index}",
+            native,
+            name,
+            "install torch wheels that support this GPU (for a V100, from the cu126 index)",
         )
     try:
         import pynvml
@@ -118,7 +121,7 @@ def _ranks(environ: Mapping[str, str]) -> Iterator[Finding]:
 def _service(environ: Mapping[str, str], client: httpx.Client, origin: str) -> Iterator[Finding]:
     url = environ.get("TULA_URL") or "http://127.0.0.1:8321"
     if environ.get("TULA_DISABLED", "") not in ("", "0"):
-        yield Finding("agent", "warning", "TULA_DISABLED is set: nothing is measured", "unset TULA_DISABLED")
+        yield Finding("agent", "warning", "TULA_DISABLED is set, so nothing is measured", "unset TULA_DISABLED")
     named = f"{url} (from {origin})"
     try:
         health = client.get(url + routes.HEALTH)
@@ -141,7 +144,7 @@ def _service(environ: Mapping[str, str], client: httpx.Client, origin: str) -> I
         ahead_s = parsedate_to_datetime(health.headers["date"]).timestamp() + 0.5 - time.time()
         apart = f"the service's clock is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} this machine's"
         agrees = abs(ahead_s) <= MAX_CLOCK_SKEW_S
-        remedy = "start a time service such as chrony (not needed for measurements)"
+        remedy = "start a time service such as chrony (measurements work without it)"
         yield _check("clock", agrees, "agrees with the service's clock" if agrees else apart, remedy, "warning")
     ready = client.get(url + routes.READY)
     fact = "reachable, and the schema is current" if ready.status_code == 200 else _detail(ready)

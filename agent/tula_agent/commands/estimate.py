@@ -116,7 +116,10 @@ def with_model(text: str, facts: Mapping[str, str]) -> str:
 
 
 def _read(path: Path) -> str:
-    """Read and return the text of a valid job specification with a `[model]` table. Raises `typer.BadParameter`."""
+    """Return the text of a job specification.
+
+    Raises `typer.BadParameter` if the file cannot be read, is invalid, or has no `[model]` table.
+    """
     try:
         load_spec(path)
         text = path.read_text(encoding="utf-8")

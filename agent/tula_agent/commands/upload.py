@@ -82,7 +82,9 @@ def upload(
         typer.echo(f"Sent {done.requests} requests from {done.files} files.")
         if done.refused:
             remedy = "check TULA_URL and TULA_TOKEN, then upload the requests again or delete their files"
-            typer.echo(f"{done.refused} were refused ({done.why}) and remain in {directory}: {remedy}.", err=True)
+            typer.echo(
+                f"{done.refused} request(s) were refused ({done.why}) and remain in {directory}: {remedy}.", err=True
+            )
         if done.left:
             typer.echo(f"The service at {url} does not respond ({done.why}): start it and try again.", err=True)
     raise typer.Exit(1 if done.left or done.refused else 0)

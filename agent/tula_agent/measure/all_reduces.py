@@ -28,7 +28,7 @@ _GROUP_WITHIN = timedelta(seconds=60)
 def time_all_reduces(device: torch.device, total_s: float) -> dict[str, Any]:
     """Time all-reduces on all ranks for about `total_s` seconds; return the fields of `tula_wire.AllReduces`.
 
-    All ranks of the default group must call this function at the same place, and all get the same result. The function
+    All ranks of the default group must call this function at the same point, and all get the same result. The function
     creates separate groups, so that a missing rank does not disturb the training run's collectives. Raises ValueError
     if the backend is neither gloo nor NCCL, or if nodes have different numbers of ranks.
     """
@@ -67,7 +67,7 @@ def time_all_reduces(device: torch.device, total_s: float) -> dict[str, Any]:
 
 
 def _own_launch_time_s(device: torch.device) -> float:
-    """Return the launch time in seconds, or NaN if measuring fails, since an exception would make other ranks wait."""
+    """Return the launch time in seconds, or NaN if measuring fails, since an exception would leave ranks waiting."""
     try:
         return launch_time_s(device)
     except Exception:
@@ -75,7 +75,7 @@ def _own_launch_time_s(device: torch.device) -> float:
 
 
 def _backend(group: Any, device: torch.device) -> str:
-    """Return the backend that reduces tensors of `device`, from a configuration such as `cpu:gloo,cuda:nccl`."""
+    """Return the backend for tensors on `device`, according to a configuration such as `cpu:gloo,cuda:nccl`."""
     backend = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(","))[device.type]
     if backend not in _LARGEST_BYTES:
         raise ValueError(f"the backend {backend} cannot be probed: use {' or '.join(_LARGEST_BYTES)}")

@@ -48,9 +48,9 @@ class CommSplit:
     """Reads the communication times of the DDP modules among `models` at each boundary between two micro-steps.
 
     DDP publishes statistics late: the forward pass of a synchronised iteration publishes the times of the previous
-    iteration, and the field `iteration` shows whether they are new. Therefore, this class keeps the timings of the last
-    few steps until DDP publishes their communication times. `usable` is False if there is no DDP module or if DDP does
-    not time its reductions. The models are kept as weak references.
+    iteration, and the field `iteration` shows whether these times are new. Therefore, this class keeps the timings of
+    the last few steps until DDP publishes their communication times. `usable` is False if there is no DDP module or if
+    DDP does not time its reductions. The models are kept as weak references.
     """
 
     def __init__(self, models: list[Any], profiling: bool) -> None:
@@ -115,7 +115,7 @@ class CommSplit:
 
 
 class BucketTimer:
-    """Uses hooks to record when the gradients of one DDP module are ready; removes them after TIMED_STEPS steps.
+    """Records with hooks when the gradients of one DDP module are ready; removes the hooks after TIMED_STEPS steps.
 
     The module is kept as a weak reference. On CUDA, the times come from events, which are read once they have
     completed.

@@ -13,13 +13,14 @@ _LEAST_S = 1.0  # the counter is updated about ten times per second
 
 
 class EnergyMeter:
-    """Measures the energy per step on this rank's device, which is the mean power since `begin` times the mean step
-    time.
+    """Measures the energy per step on this rank's device.
+
+    The energy per step is the mean power since `begin`, multiplied by the mean step time.
 
     Work between steps, such as an evaluation, affects the mean power but not the time of a step. `read_j` returns the
     energy in joules that a device has used so far, or None if the device has no counter. No reading waits for the
-    device, so the result includes steps that were queued at the first reading, but not steps that are queued at the
-    last one.
+    device, so the result includes steps that were queued at the first reading, but not steps that are still queued at
+    the last one.
     """
 
     def __init__(

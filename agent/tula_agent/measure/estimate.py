@@ -80,9 +80,9 @@ class MemoryEstimate:
         """Return the largest batch size at which ten steps are expected to fit; 0 if not even one example fits.
 
         The result comes from a simulation of PyTorch's caching allocator (which reserves more memory than is allocated)
-        within the device memory that the CUDA context leaves free. The allocator is not simulated, and only the
-        allocated bytes must fit, if the environment enables expandable segments (as `tula tune` and `tula run` do) or
-        if the order of allocations depends on the batch size.
+        within the device memory that the CUDA context leaves free. If the environment enables expandable segments (as
+        `tula tune` and `tula run` do), or if the order of allocations depends on the batch size, the allocator is not
+        simulated, and only the allocated bytes must fit.
         """
         return self._largest_within(room_bytes(capacity_bytes))
 
@@ -132,12 +132,12 @@ class MemoryEstimate:
 def estimate_memory(
     model: torch.nn.Module, sample: Any, optimizer: torch.optim.Optimizer | None = None
 ) -> MemoryEstimate:
-    """Estimate the memory and FLOPs of training `model` from `sample`, a small batch (tensor, tuple or mapping).
+    """Estimate how much memory and how many FLOPs the training of `model` takes.
 
-    `sample` contains the model's arguments. The forward and backward pass run on tensors without data (FakeTensor mode,
-    or meta tensors if torch lacks this mode), once with about a hundred examples and once with twice as many. The
-    difference is the cost of the additional examples. The model is not changed. Raises ValueError if `sample` contains
-    no tensor with a batch dimension.
+    `sample` contains the model's arguments for a small batch (a tensor, tuple or mapping). The forward and backward
+    pass run on tensors without data (FakeTensor mode, or meta tensors if torch lacks this mode), once with about a
+    hundred examples and once with twice as many. The difference is the cost of the additional examples. The model is
+    not changed. Raises ValueError if `sample` contains no tensor with a batch dimension.
     """
     tensors = [tensor for tensor in tensors_in(sample) if tensor.dim() > 0]
     if not tensors:
@@ -254,7 +254,7 @@ class _DryRun:
 
 
 def _dry_run(model: torch.nn.Module, sample: Any, times: int, state_ratios: Sequence[float]) -> _DryRun:
-    """Trace two steps at `times` the sample's batch size, repeat the second, and return the results.
+    """Trace two steps with `times` copies of the sample, repeat the second step's allocations, and return the results.
 
     The first step also creates the optimizer's state. `state_ratios`: the result of the function `state_ratios`.
     """
@@ -323,9 +323,9 @@ def _take_steps(
 def _convolution_backward_flops(
     grad: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, *rest: Any, **_: Any
 ) -> int:
-    """Return the FLOPs of a convolution's backward pass; each of the two gradients takes as many as the forward pass.
+    """Return the FLOPs of a convolution's backward pass; each of the two gradients costs as much as a forward pass.
 
-    PyTorch's own formula ignores groups, so it counts a depthwise convolution as a full one.
+    PyTorch's own formula ignores groups, so it counts a depthwise convolution as if it had only one group.
     """
     transposed, gradients = bool(rest[4]), rest[7]
     positions = inputs if transposed else grad
@@ -334,7 +334,7 @@ def _convolution_backward_flops(
 
 
 def _scalar(output: Any) -> torch.Tensor:
-    """Return a loss for the backward pass: the output's `loss` if it has one (transformers), or else the sum of
+    """Return a loss for the backward pass: the output's `loss` if it has one (transformers), or else the sum of all
     outputs.
 
     Raises ValueError if no output needs a gradient.

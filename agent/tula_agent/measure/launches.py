@@ -19,7 +19,7 @@ MOST_NODES = 20_000
 
 
 def launch_time_s(device: torch.device) -> float:
-    """Return the time in seconds to launch an operation that is too small to keep `device` busy.
+    """Return how many seconds the host takes to launch an operation that is too small to keep `device` busy.
 
     The result is the shortest time of several forward and backward passes through fifty tiny layers, divided by the
     number of operations in a pass, counted as in `estimate_memory`. The measurement takes about 10 ms, draws no random

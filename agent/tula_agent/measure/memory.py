@@ -30,7 +30,7 @@ from tula_wire.memory import (
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the total bytes of the distinct tensors on this rank; count only this rank's part of sharded tensors."""
+    """Return the total size of distinct tensors in bytes; count only this rank's part of sharded tensors."""
     parts = [local_part(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values()]
     return sum(part.numel() * part.element_size() for part in parts)
 
@@ -264,7 +264,7 @@ class MemoryMonitor:
         return {name: value for name, value in (parts | self._counted).items() if value is not None}
 
     def observe(self, memory: Mapping[str, Any], local_batch_size: int, fixed_bytes: int = 0) -> None:
-        """Store the batch-dependent part of the peak in steps of up to `local_batch_size` examples.
+        """Store the batch-dependent part of the peak memory of steps with up to `local_batch_size` examples.
 
         If a component is unknown, nothing is stored. memory: the result of `read`. fixed_bytes: the part of
         `activation_bytes` that is independent of the batch size.

@@ -1,4 +1,4 @@
-"""Determines where each step ends and the next begins, and times steps with the host's and the device's clock."""
+"""Determines where each step ends and the next begins, and times steps with the clocks of the host and the device."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class StepTimer:
         self._stepped = True
 
     def forget_optimizer(self) -> None:
-        """Discard the time of the optimizer's step, because other work has run since the call."""
+        """Discard the time of the optimizer's step, because it would include other work."""
         self._optimizer_at = None
 
     def want_batch(self) -> StepTiming | None:
@@ -140,7 +140,7 @@ class StepTimer:
         self._sizes += self._sizes[-1:] * count
 
     def pause(self) -> None:
-        """Leave the loop; the time until the loop's next batch, as in an evaluation, is not part of any step."""
+        """Leave the loop; the time until the loop's next batch (such as an evaluation) is not part of any step."""
         self._begin(None)
         self._left_at = None
 
@@ -162,7 +162,7 @@ class StepTimer:
                 self._optimizer_at = min(now, self._optimizer_at + now - left_at)
 
     def restart(self) -> None:
-        """Begin the next step now, so that the time excludes the agent's own work since the boundary."""
+        """Begin the next step now, so that its time excludes the agent's own work since the boundary."""
         if self._started is not None and not self._sizes:
             self._started = self._wanted = self._clock()
 

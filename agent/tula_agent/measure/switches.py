@@ -109,7 +109,7 @@ def _precision(word: str, seen: str | None) -> str | None:
         return None
     used = set(seen.split(", "))
     agrees = asked in used if asked is not None else not used & set(_HALVES.values())
-    return None if agrees else f"its forward pass computed in {seen}"
+    return None if agrees else f"its forward pass was computed in {seen}"
 
 
 def _switch(asked_on: bool, asked_off: bool, seen: bool | None, on: str, off: str) -> str | None:

@@ -46,7 +46,9 @@ def factor_from_squares(small: torch.Tensor, large: torch.Tensor, *, s_min: floa
 
 @dataclass(frozen=True)
 class GatedFactors:
-    """Factors by parameter (0-d or in the parameter's shape; None means 1), and a 0-d gate (1: they apply, 0: not)."""
+    """Factors by parameter (0-d or in the parameter's shape; None means 1), and a 0-d gate (1 if the factors apply,
+    else 0).
+    """
 
     by_parameter: Gradients
     gate: torch.Tensor
@@ -198,9 +200,7 @@ class AgsRule:
         }
 
     def state(self) -> list[float]:
-        """Return the numbers to store in a checkpoint, such as the gate's last norm and a flag that new factors are
-        due.
-        """
+        """Return the numbers to store in a checkpoint, such as the gate's last norm and whether new factors are due."""
         self._receive()
         return [
             float(self._gate.previous),
@@ -221,8 +221,8 @@ class AgsRule:
     def saved_factors(self) -> Gradients:
         """Return the factors of `ags` for a checkpoint, by parameter; before the first refresh, all factors are 1.
 
-        The factors always exist because torch.distributed.checkpoint loads only entries that the new optimizer's state
-        has.
+        The factors always exist because torch.distributed.checkpoint loads only entries that also exist in the new
+        optimizer's state.
         """
         if self._ags is None:
             return []

@@ -10,15 +10,15 @@ noise keep the proportions of the gradient. If noise dominates everywhere, D is 
 change (grafting: Agarwal et al. 2020), so the learning rate, its schedule, the decay and the momentum keep their
 meaning. docs/evidence/direction.md presents the evidence.
 
-On a host, the inverse root is computed from LAPACK's eigenvectors. On a GPU, computing eigenvectors is slow and waits
+On a CPU, the inverse root is computed from LAPACK's eigenvectors. On a GPU, computing eigenvectors is slow and waits
 for the host, so the inverse root is computed with matrix products only:
 
     Y <- Y T, Z <- T Z, T = (3 a I - a^3 Z Y) / 2     (Newton's coupled iteration: Higham 2008, equation 6.35)
 
 The iteration starts from Y = A / |A|_F and Z = I. The scale a = sqrt(3 / (1 + l + l^2)) maps the interval [l, 1], which
 contains the singular values of Y^(1/2), to the narrowest possible interval (Chen and Chow 2014). nu is at least 1e-6
-|U|^2, so l starts at 1e-3. Ten steps compute D to within 2 % if nu has its minimum, and to within 0.01 % if nu is 1e-3
-|U|^2.
+|U|^2, so l starts at 1e-3. Ten steps compute D to within 2 % if nu is at its minimum, and to within 0.01 % if nu is
+1e-3 |U|^2.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def corrections(updates: Sequence[torch.Tensor], levels: torch.Tensor) -> list[t
 
     The correction is zero for a matrix that is zero or contains NaN or infinity, and for a matrix whose level is not
     finite or is far larger than |U|^2; such a matrix keeps the step that SGD took. All matrices must be on one device.
-    Consecutive matrices of the same shape are multiplied together, and the inverse roots of all blocks of the same
+    Products of consecutive matrices with the same shape are batched, and the inverse roots of all blocks of the same
     height are computed together, because launching operations on a GPU takes longer than running them. Products are
     computed in full precision, because the rounding that a script may allow exceeds the smallest eigenvalues and would
     make the iteration diverge.

@@ -53,9 +53,9 @@ class NoiseAverage:
     """Exponential averages over measured steps, as floats that are equal on all ranks.
 
     `signal`, `noise`: |G|^2 and S/B with decay 0.9, for the noise scale. `slow`, `fast`: the share of noise in a step's
-    |g|^2, with decays 0.9 and 0.5, for the gain. In an average of shares, every step has the same weight, whereas a
-    ratio of averaged norms depends on the few longest gradients for dozens of steps after a spike or a decay of the
-    learning rate.
+    |g|^2, with decays 0.9 and 0.5, for the gain. In an average of shares, every step has the same weight, whereas after
+    a spike or a decay of the learning rate, a ratio of averaged norms depends for dozens of steps on the few largest
+    gradients.
     """
 
     signal: float = 0.0
@@ -76,7 +76,8 @@ class NoiseAverage:
         self.count += 1
 
     def gain(self, batch_ratio: float, noise_weight: float = 1.0) -> float:
-        """Return AdaScale's gain for `batch_ratio` = B / b_small, with the noise times `noise_weight`; 1 without data.
+        """Return AdaScale's gain for `batch_ratio` = B / b_small, with noise weighted by `noise_weight`; 1 without
+        data.
 
         The lower of the two shares is used, so the gain falls as soon as gradients begin to agree, and rises slowly.
         """

@@ -1,7 +1,7 @@
 """Wraps any optimizer, and scales its steps at a large batch size by the same factor on every rank.
 
 w <- w - r eta u        u: the wrapped optimizer's update, which `gain` turns under SGD; eta: its learning rate;
-                        r: the policy's factor, under `ags` and `static` one for each element
+                        r: the policy's factor (under `ags`, one for each element)
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class TulaOptimizer(torch.optim.Optimizer):
 
     @property
     def progress(self) -> float:
-        """Return the number of steps so far, each weighted with its `gain` factor (AdaScale's progress) or with 1.
+        """Return the number of steps so far, each weighted by its `gain` factor (AdaScale's progress) or by 1.
 
         The number is equal on all ranks. If a step replaces r steps at the small batch size, a schedule for the small
         batch size continues at this position: `scheduler = LambdaLR(optimizer, lambda _: decay(optimizer.progress))`.

@@ -156,7 +156,7 @@ class Served:
     def from_answer(cls, answer: Mapping[str, Any], policy: str) -> Served:
         """Parse the service's response, ignoring values for other policies and unknown fields.
 
-        Raises ValueError, which names the field, if a field has a wrong type or its value is out of range.
+        Raises a ValueError that names the field if a field has the wrong type or its value is out of range.
         """
         names = [field.name for field in fields(cls)]
         numbers = {name: answer[name] for name in (*names, "policy") if answer.get(name) is not None}

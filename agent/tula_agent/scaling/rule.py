@@ -304,7 +304,7 @@ class SpikeClip:
 
 
 def _part_read(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a small gradient whole, or else a view of its first rows; works with any memory format."""
+    """Return the whole gradient if it is small, or else a view of its first rows, in any memory format."""
     elements = gradient.numel()
     if elements <= _WHOLE:
         return gradient

@@ -1,4 +1,4 @@
-"""Compares the gradients of a step's small batches and of its large batch, and counts the examples in each.
+"""Compares the gradients of a step's small batches with that of its large batch, and counts the examples in each.
 
     large = |g|^2        small = mean over parts of |g_i|^2        g = f sum_i g_i / N
 

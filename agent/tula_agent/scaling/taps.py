@@ -38,7 +38,7 @@ pass; a step of ResNet-50 on an H100 took 1.5 times as long.
 _MOST_DROPPED = 32
 STEPPED_PAST = (
     f"gradient scaling: gradients were dropped {_MOST_DROPPED} times without a step of TulaOptimizer, so nothing is "
-    "scaled: call its step(), and let an optimizer with other methods for steps, such as SAM, wrap the TulaOptimizer"
+    "scaled: call its step(); an optimizer whose steps use other methods, such as SAM, must wrap the TulaOptimizer"
 )
 
 

@@ -110,7 +110,7 @@ class Exporter:
             done.wait(within_s)
 
     def close(self, deadline_s: float, final: Callable[[], list[SpooledRequest]]) -> None:
-        """Deliver the queue and the requests of `final`, and write undelivered requests to disk, all within
+        """Deliver the queue and the requests that `final` returns, and write undelivered requests to disk, all within
         `deadline_s` seconds.
         """
         ends = time.monotonic() + deadline_s

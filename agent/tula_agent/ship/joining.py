@@ -57,7 +57,7 @@ class _NoRun(Exception):
 
 
 class Joining:
-    """Creates a job's run on the first rank once a step has shown the configuration; other ranks receive the run's id.
+    """Creates a job's run on the first rank once a step has revealed the configuration; other ranks receive the run id.
 
     Until then, measurements remain in their queues. If the service is unavailable, the request is repeated after a
     back-off. If the service refuses it, the first rank logs the reason once, and measurements are dropped. `number` is
@@ -193,7 +193,7 @@ class Joining:
         A run that another run already continues is ignored, since this machine did not take part in the previous start.
         """
         before = ""
-        with self._guard("finding the run before a restart"):
+        with self._guard("finding the run that preceded a restart"):
             if self._mark is not None and self._mark.exists():
                 before = _checked(self._mark.read_text())
         if not before or self._process.config.plan is not None:
@@ -265,7 +265,7 @@ def _mark(number: int) -> Path | None:
 
 
 def _host(channel: Channel, rank: int) -> str:
-    """Return the key of a rank's host name; keys differ between elastic rounds of different sizes or restart counts."""
+    """Return the key of a rank's host name; keys differ between elastic rounds whose sizes or restart counts differ."""
     return f"host/{channel.world_size}/{rank}"
 
 

@@ -9,7 +9,7 @@ _METRICS: Final = (
     ("tula.training.step.duration", "Wall-clock time of an optimizer step."),
     (
         "tula.training.communication.exposed.duration",
-        "Part of a step's communication time that compute does not hide.",
+        "Part of a step's communication time that does not overlap with computation.",
     ),
     ("tula.training.input.wait.duration", "Time that a step waits for data."),
 )

@@ -167,7 +167,7 @@ def _configuration(
 def _amounts(share: Estimate, whole: float = 1.0) -> tuple[float, float, float]:
     """Return the absolute values of a share and of the ends of its interval, each multiplied by `whole`.
 
-    The interval must exclude zero. The lower end comes before the upper end.
+    The interval must exclude zero. In the result, the lower of the two ends comes first.
     """
     low, high = sorted((abs(whole * share.low), abs(whole * share.high)))
     return abs(whole * share.value), low, high
@@ -202,7 +202,8 @@ def _write(
     verdict = f"**Slower by more than the allowed {threshold:g} %.** " if exceeded else ""
     text = (
         f"### How this change affects training speed\n\n{verdict}{sentence}\n\n"
-        f"{pairs} pairs of launches of {configuration}, alternating with {base}; 95 % intervals.\n"
+        f"Based on {pairs} pairs of launches of {configuration}, alternating with {base}. Intervals are 95 % "
+        "confidence intervals.\n"
     )
     try:
         path.write_text(text, encoding="utf-8")

@@ -120,7 +120,7 @@ def _script(command: Sequence[str]) -> str:
 
 
 def _document(tune: str, script: str, numbers: dict[str, int], devices: list[tuple[str, int]]) -> str:
-    """Return the text of a job.toml; each required value that is unknown is filled with a guess and marked."""
+    """Return the text of a job.toml; each required value that is unknown is replaced by a guess and marked."""
     ranks = len(devices) or numbers.get("ranks_per_node", 1)
     stated = numbers.get("local_batch_size") or numbers.get("global_batch_size", 0) // ranks
     batch = stated or _DEFAULT_BATCH

@@ -164,7 +164,7 @@ def edit(
 
 
 def _price(word: str, job: Job) -> tuple[str, dict[str, Any]]:
-    """Return the instance type that `word` names, by default the job's only type, and its price with the new rate."""
+    """Return the instance type that `word` names, by default the job's only type, and the type's new price."""
     name, equals, usd = word.rpartition("=")
     prices = {cluster.instance_type: cluster.price for cluster in job.spec.cluster}
     if not equals and len(prices) == 1:
@@ -426,7 +426,7 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
         lines.append(
             Text(
                 f"Largest sensible batch, by gradient noise: {answer.max_sensible_batch_size}; a step with a larger "
-                "batch makes hardly more progress."
+                "batch makes hardly any more progress."
             )
         )
     evidence = ""
@@ -456,8 +456,8 @@ def schedule_view(answer: BatchSchedule) -> RenderableType:
     ]
     columns = [">from", ">step", f"={BRIEF}", ">rate", *([">beta2"] if with_beta2 else []), ">time", ">cost"]
     relaunch = (
-        "Each stage is a separate launch that resumes from the previous stage's checkpoint, which is assumed to take "
-        f"{duration(answer.relaunch_s)}. --for transformers and --for lightning print a callback that sets the "
+        "Each stage is a separate launch that resumes from the previous stage's checkpoint. Each resumption is assumed "
+        f"to take {duration(answer.relaunch_s)}. --for transformers and --for lightning print a callback that sets the "
         "learning rate and beta2, and stops training at the end of a stage. Rates are relative to the learning rate "
         f"for a batch of {answer.base_batch_size}. `TulaOptimizer` raises the rate gradually; without it, warm up to "
         "each rate."

@@ -156,7 +156,7 @@ def _narrowed(spec: JobSpec, names: list[str]) -> JobSpec:
 
 
 def _with_explanations(runner: Runner, tuned: Tuned, template: Template, limits: dict[str, Any]) -> Tuned:
-    """Print the cost of launching each option value that the plan has not launched, then launch these values."""
+    """Print the total cost of launching the option values that the plan has not launched, then launch these values."""
     chosen = tuned.recommendation.chosen
     configurations = to_explain(tuned.job, None if chosen is None else chosen.configuration)
     if not configurations:

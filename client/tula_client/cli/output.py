@@ -48,7 +48,7 @@ _UNPRINTABLE_IN_JSON = re.compile(f"(?!\n)[{UNPRINTABLE}]")
 
 
 class _Terminal(Console):
-    """A console that writes no control characters except its own style codes, since texts may be untrusted."""
+    """A console that writes no control characters except its own style codes, since it may print untrusted text."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for text, style, control in super().render(renderable, options):
@@ -57,7 +57,7 @@ class _Terminal(Console):
 
 
 def console(file: TextIO | None = None) -> Console:
-    """Return a console that writes to `file` or to standard output.
+    """Return a console that writes to `file`, by default to standard output.
 
     If standard output is not a terminal, the console is 160 columns wide, so that tables fit.
     """
@@ -169,7 +169,7 @@ class Narrowing:
 
 
 def saving(value: float) -> str:
-    """Return text that compares a time with another, given the share that is saved (negative if the time is longer)."""
+    """Return text that compares one time with another, given the share saved (negative if the first time is longer)."""
     if abs(value) < 0.005:
         return "the same time as"
     if value > 0:

@@ -81,7 +81,7 @@ def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float |
     """Return the outcome of `run`, given its exit `status` and the last `lines` of its log.
 
     `run` must be up to date with the service. A run that was cancelled by a user or at its limits stays
-    cancelled, however its command ended. A profiling run stays a success if its agent reported that it measured enough.
+    cancelled, however its command ended. A profiling run stays a success if its agent reported enough measurements.
     A failure that the agent reported is kept, because the agent saw the cause inside the process.
 
     Otherwise, status 0 with samples is a success, but a profiling run must also have used the planned configuration. A

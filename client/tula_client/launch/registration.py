@@ -90,7 +90,7 @@ def _differences(job: Job, spec: JobSpec) -> Differences:
 
 
 def _completed(spec: JobSpec, registered: JobSpec) -> JobSpec:
-    """Return `spec` with values from the registered job for two fields that it omits.
+    """Return `spec`; if it omits either of two fields, use the field's value in the registered job.
 
     These fields may have been set after registration: `tula tune` asks the user for the price of waiting if there are
     prices, and turns `profiling.share_launches` off if a launch measures only its largest batch.
@@ -106,7 +106,7 @@ def _completed(spec: JobSpec, registered: JobSpec) -> JobSpec:
 
 
 def _fixed(differences: Differences) -> list[str]:
-    """Return the paths in `differences` of the fields that cannot be changed in a registered job."""
+    """Return those paths in `differences` whose fields cannot be changed in a registered job."""
     return [path for path in differences if not _CHANGEABLE.fullmatch(path)]
 
 

@@ -142,7 +142,7 @@ def _place(log: Path) -> str:
 def rest_of_plan(cost: ProfilingCost) -> str:
     """Return a description of the remaining plan, such as `2 launches, 8 configurations, about 3 min 20 s and $0.21`.
 
-    The text includes the cost if there are prices, and the upper bound of the total if the search may add launches.
+    The text includes the cost if there are prices, and an upper bound on the total if the search may add launches.
     """
 
     def words(launches: int, seconds: float, usd: float | None, between: str) -> str:

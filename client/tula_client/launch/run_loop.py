@@ -83,10 +83,10 @@ _SUBMITTED: Final = "submitted-"
 class ActiveRun:
     """A run whose command was started; times are in seconds on the runner's clock.
 
-    smaller: the runs of smaller batches that the same command measures first. limit_from: the time at which the time
-    limit began, which is the launch until the first measurement restarts the limit. limit_reached: True once the
-    training run was asked to end at its own limit. has_measured: True once the service has stored a sample of the run.
-    has_ended: True once the service has refused to renew the run's lease.
+    smaller: the runs of smaller batches that the same command measures first. limit_from: the start of the
+    time limit, which is the launch at first and later the first measurement. limit_reached: True once the training run
+    was asked to end at its own limit. has_measured: True once the service has stored a sample of the run. has_ended:
+    True once the service has refused to renew the run's lease.
     """
 
     run: Run
@@ -306,7 +306,7 @@ class Runner:
         return None
 
     def finish(self, active: ActiveRun, status: int) -> list[tuple[Run, Outcome]]:
-        """Judge and report every run of a command that ended with `status`; return the runs, first measured first.
+        """Judge and report every run of a command that ended with `status`; return the runs in order of measurement.
 
         A run that had not started returns to the plan. The run of the largest batch also returns to the plan if the
         command measured all smaller batches but ended before it measured the largest.
@@ -374,7 +374,7 @@ class Runner:
         self.work.delete(_SUBMITTED + active.launch_id)
 
     def release(self, *runs: Run) -> None:
-        """Return profiling runs to the plan and cancel training runs; leave leases to expire if the service is down."""
+        """Return profiling runs to the plan and cancel training runs; if the service is down, let the leases expire."""
         patch = RunPatch(state="pending", holder=self.holder)
         stopped = RunPatch(state="cancelled", holder=self.holder, message="The run was stopped before it finished.")
         for run in runs:
@@ -421,7 +421,7 @@ class Runner:
         return done.returncode == 0
 
     def _look_for_measurements(self, active: ActiveRun) -> None:
-        """Restart the time limit at a run's first measurement; print a note if a profiling run sends none for long."""
+        """Restart the time limit at a run's first measurement; print a note if a profiling run is slow to send one."""
         first, now = (*active.smaller, active.run)[0], self.clock()
         if active.has_measured:
             return

@@ -120,7 +120,7 @@ def _children() -> dict[int, list[int]]:
 
 
 def _left(child: subprocess.Popen[bytes], *, top: bool = False) -> list[int]:
-    """Return the ids of descendants that are still running, or if `top` is True only the children of this process."""
+    """Return the ids of descendants that are still running; if `top` is True, include only this process's children."""
     _reap(child)
     if sys.platform != "linux":
         return [child.pid] * (child.returncode is None)
@@ -164,7 +164,7 @@ def _dump_stacks() -> None:
     Ranks receive SIGABRT, because Python's faulthandler (enabled by PYTHONFAULTHANDLER=1) then prints the stacks
     without help from the script, even if the interpreter is stuck in a collective. SIGABRT ends the rank, which is
     about to be stopped anyway. All processes are suspended first, since otherwise the launcher and the other ranks
-    would react to the end of the first rank.
+    would react as soon as the first rank ends.
     """
     below = _descendants()
     for pid in below:

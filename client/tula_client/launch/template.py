@@ -123,7 +123,10 @@ _ACCUMULATION: Final = "grad_accum_steps or local_batch_size with global_batch_s
 
 
 def _needs(spec: JobSpec) -> list[tuple[str, bool, str]]:
-    """Return rules, each with the required placeholders, whether the job varies their values, and the reason."""
+    """Return rules, each of which consists of placeholders, whether the job requires them, and the reason.
+
+    A job requires the placeholders of values that it varies.
+    """
     clusters, batch = spec.cluster, spec.batch
     least, most = min(c.min_nodes for c in clusters), max(c.max_nodes for c in clusters)
     ranks = {c.ranks_per_node for c in clusters}

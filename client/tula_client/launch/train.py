@@ -51,7 +51,7 @@ def train(
     continues with the same configuration. If `tula` died and there is a checkpoint, the next call also continues from
     this checkpoint.
 
-    Raises `LaunchError` if training cannot continue, and the client's errors.
+    Raises `LaunchError` if training cannot continue. May also raise the client's errors.
     """
     state = _begin(runner, job, fresh, reconfigure, configuration)
     checkpoints = runner.work.checkpoints(state.training)

@@ -48,8 +48,8 @@ def work_through(
 
     `again` lists configurations to measure again before the plan. Raises `LaunchError` if a run fails before any run
     has succeeded, after `max_failures` consecutive failures, if a run used a configuration that was not planned, or if
-    every pending run needs more nodes than `node_budget`. Raises `UsageError` if the command does not exist, and the
-    client's errors. Finished measurements are kept in any case.
+    every pending run needs more nodes than `node_budget`. Raises `UsageError` if the command does not exist. May
+    also raise the client's errors. Finished measurements are kept in any case.
     """
     # These leases belong to an earlier `tula` process, which must be dead, since this process has the folder's lock.
     runner.release(*(run for run in job.plan if run.state in ("claimed", "running")))
@@ -202,7 +202,7 @@ class _PlanLoop:
     finished: list[tuple[Run, Outcome]] = field(default_factory=list)
 
     def step(self) -> float | None:
-        """Process ended runs and start the next; return the seconds to wait, or None if the plan is done."""
+        """Process ended runs and start the next run; return the seconds to wait, or None if the plan is done."""
         runner = self.runner
         for active in list(runner.active):
             status = runner.poll(active)

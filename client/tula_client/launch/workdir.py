@@ -1,4 +1,4 @@
-"""Manages a job's folder of logs, spools, checkpoints and training state, which only one `tula` process can lock."""
+"""Manages a job's folder of logs, spools, checkpoints and training state, which one process at a time can lock."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class WorkDir:
         return self.path / "spool" / run_id
 
     def checkpoints(self, training: int = 1) -> Path:
-        """Return the checkpoint folder for a training run, given its number; only restarts of that run share it."""
+        """Return the checkpoint folder of the training run with this number; only restarts of that run share it."""
         return self.path / ("checkpoints" if training == 1 else f"checkpoints-{training}")
 
     def next_training(self) -> int:

@@ -115,7 +115,7 @@ def watch_drift(state: DriftState, step_times_s: Sequence[float] | FloatArray) -
 
 
 def _is_off(total: float, squares: float) -> bool:
-    """Return True if the mean score of a block is outside the interval by more than twice its standard error."""
+    """Return True if the absolute mean score of a block exceeds 1 by more than twice its standard error."""
     mean = total / _BLOCK
     return abs(mean) - 2.0 * math.sqrt(max(0.0, squares - total * mean)) / _BLOCK > 1.0
 
@@ -251,9 +251,10 @@ def examples_left(spec: wire.JobSpec, c: Configuration, step: int, epochs_before
 
 
 def usd_per_s(spec: wire.JobSpec, c: Configuration, peak_bytes: float | None) -> float | None:
-    """Return the price per second of this configuration, or None if the price or the memory that affects it is unknown.
+    """Return the price per second of this configuration, or None if the price is unknown.
 
-    The result is the on-demand price or, if there is none, the spot price. `peak_bytes` is the peak memory of one rank.
+    The result is the on-demand price or, if there is none, the spot price. A price per GB-hour can be applied only if
+    `peak_bytes`, the peak memory of one rank, is known.
     """
     if not job_data.has_prices(spec):
         return None
@@ -264,7 +265,7 @@ def usd_per_s(spec: wire.JobSpec, c: Configuration, peak_bytes: float | None) ->
 
 
 def time_limit_s(spec: wire.JobSpec, c: Configuration, monitor: Monitor) -> float | None:
-    """Return the seconds that the deadline and budget leave for a new training run, or None if the run need not stop.
+    """Return the seconds that the deadline and budget leave for a new training run, or None if no limit can stop it.
 
     A result of zero or less means that the deadline has passed or the budget is spent. The budget is ignored if the
     price per second is unknown.
@@ -300,5 +301,5 @@ def broken_limits(
             "limit": limit,
             "unit": unit,
             "sentence": f"At {duration(step_time_s)} per step, with {steps_left:,.0f} steps left, training will reach "
-            f"{text(value)}{earlier}, which exceeds the {name} of {text(limit)}.",
+            f"a total of {text(value)}{earlier}, which exceeds the {name} of {text(limit)}.",
         }

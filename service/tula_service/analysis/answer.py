@@ -67,7 +67,7 @@ class Answer:
         return job_data.base_batch_size(self.data, self.evidence.candidates)
 
     def estimate(self, configurations: Sequence[Configuration]) -> tuple[Estimate, ...]:
-        """Return the estimates of any configurations, first for on-demand and then for spot capacity.
+        """Return estimates for the given configurations, first for on-demand and then for spot capacity.
 
         The estimates assume that no batch needs additional steps to reach the same quality.
         """

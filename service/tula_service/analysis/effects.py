@@ -32,7 +32,7 @@ def best_with(answer: Answer, options: Options) -> Estimate | None:
 
 
 def find_effects(answer: Answer) -> list[wire.OptionEffect]:
-    """Return the effect of each option value except the first value of each option; without measurements, return []."""
+    """Return the effect of each option value except the first value of each option, or [] if nothing was measured."""
     chosen = answer.choice.chosen
     if answer.evidence.observed is None or chosen is None:
         return []
@@ -107,7 +107,7 @@ def _compared(
     launched_options: Collection[Options],
     possible: Collection[Options],
 ) -> tuple[Options, Options]:
-    """Return two sets of options that differ only in the option `name`, with one of the two values in `words` each.
+    """Return two sets of options that differ only in the option `name`, where each has one of the two `words`.
 
     Pairs in which both sets have candidates are preferred, then pairs in which both sets were launched, and then pairs
     that are closest to the recommended options `held`.
@@ -126,7 +126,7 @@ def _compared(
 
 
 def _memory(answer: Answer, before: Estimate, after: Estimate) -> Interval | None:
-    """Return the peak memory of `after` divided by that of `before` at the batch of `before`, or None if unknown."""
+    """Return the peak memory of `after` divided by that of `before`, both at the batch of `before`, if known."""
     batch, models = before.configuration.local_batch_size, answer.evidence.memory.models
     peaks = [
         None if (model := models.get(estimate.configuration.variant)) is None else model.predict(batch)

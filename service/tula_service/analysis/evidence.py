@@ -191,7 +191,7 @@ class _Crash:
 
     @property
     def is_of_one_value(self) -> bool:
-        """Return True if this is a single value that is excluded on all types."""
+        """Return True if a single value is excluded on all instance types."""
         return self.everywhere and len(self.values) == 1
 
     @property
@@ -205,7 +205,7 @@ class _Crash:
         )
 
     def bars(self, variant: Variant) -> bool:
-        """Return True if a variant has these values and an instance type on which they fail."""
+        """Return True if a variant has these values and they fail on its instance type."""
         return variant.options_include(self.values) and (self.everywhere or variant.instance_type in self.types)
 
 
@@ -523,7 +523,7 @@ def _counts_static(memory: MemoryReading) -> bool:
 def _unsure(
     name: str, usable: Sequence[tuple[Configuration, MemoryReading]], capacity: float | None, bound: int | None
 ) -> list[str]:
-    """Return a warning if the batches of all readings are too small to show how memory grows, else an empty list."""
+    """Return [] or, if all measured batches are too small to show how memory grows, a list with a warning."""
     if capacity is None or bound is None or not usable:
         return []
     c, reading = max(usable, key=lambda row: row[0].local_batch_size)
@@ -537,7 +537,7 @@ def _unsure(
 
 
 def state_beyond_memory(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> str | None:
-    """Return a sentence if the model's state exceeds the specified memory even on the most ranks, else None."""
+    """Return a sentence if the model's state exceeds the specified memory even on the largest cluster, else None."""
     capacity = cluster.memory_bytes_per_rank
     needed = _counted_bytes(model, cluster.max_nodes * cluster.ranks_per_node)
     if capacity is None or needed <= capacity:
@@ -627,10 +627,10 @@ def _memory_observations(
 def _plan_safety(spec: wire.JobSpec, num_batches: int, *, of_base: bool) -> float | None:
     """Return the probability of fitting into memory that a batch to be profiled must have; None allows all batches.
 
-    Unless the specification has the activation bytes, readings at a single batch do not show how memory grows with the
-    batch. Such readings rule out only batches that are more likely to fail than not, and no batch of the base if the
-    number of parameters is also unknown. The specification describes only the base; other variants start from the
-    base's static bytes, and running out of memory is a useful result for these variants.
+    Unless the specification has the activation bytes, readings at a single batch size do not show how memory grows
+    with the batch. In this case, a batch is ruled out only if it is more likely to fail than not; if the number of
+    parameters is also unknown, no batch of the base is ruled out. The specification describes only the base; other
+    variants start from the base's static bytes, and running out of memory is a useful result for these variants.
     """
     if num_batches > 1 or (of_base and spec.model.activation_bytes_per_sample):
         return required_fit_probability(spec)

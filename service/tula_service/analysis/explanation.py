@@ -100,7 +100,7 @@ def infeasible_fields(analysis: Infeasible) -> dict[str, object]:
 
 
 def _menu(answer: Answer) -> list[wire.MenuPoint]:
-    """Return the points of the menu, each with the cost of every hour that it saves over the next slower point."""
+    """Return the points of the menu, each with its additional cost per hour saved over the next slower point."""
     menu, priced = answer.choice.menu, answer.choice.goal.priced
     chosen = answer.choice.chosen
     return [
@@ -206,8 +206,8 @@ def why(answer: Answer) -> str:
     ]
     if objective.needs_efficiency:
         parts.append(
-            f"The time is what it takes to match the quality of a batch of {answer.base_batch_size}, at a gradient "
-            f"noise scale of {answer.efficiency.noise_scale:,.0f} examples"
+            f"The predicted time is the time needed to match the quality of a batch of {answer.base_batch_size}, at a "
+            f"gradient noise scale of {answer.efficiency.noise_scale:,.0f} examples"
             + (
                 ", as measured by profiling runs; it grows during training."
                 if answer.data.trained_noise_scale is None
@@ -245,7 +245,7 @@ def explain_choice(choice: Choice) -> str:
 
 
 def _least(choice: Choice) -> str:
-    """Return a text that states the candidates' lowest time and cost, for comparison with the limits.
+    """Return a text that states the candidates' shortest time and lowest cost, for comparison with the limits.
 
     The text includes the upper end of each interval, which decides whether a candidate meets a limit. Candidates that
     are excluded by the limit on the global batch or by interruptions are ignored. If no candidates remain, the text is
@@ -259,10 +259,10 @@ def _least(choice: Choice) -> str:
     high = duration(time_s.high)
     if time_s.high >= 60.0:  # also in seconds, since the text is rounded and a deadline is specified in seconds
         high += f" ({math.ceil(time_s.high):,} s)"
-    least = f"the fastest takes {duration(time_s.mean)}, {high} at the upper end"
+    least = f"the fastest takes {duration(time_s.mean)}, or {high} at the upper end of its interval"
     if any(exclusion.limit == "budget_usd" for exclusion in choice.excluded):
         cost = min((estimate.cost_usd for estimate in near), key=lambda value: value.high)
-        least += f"; the cheapest costs {money(cost.mean)}, {money(cost.high)} at the upper end"
+        least += f"; the cheapest costs {money(cost.mean)}, or {money(cost.high)} at the upper end"
     return least
 
 
@@ -287,7 +287,10 @@ def breach(exclusion: Exclusion, limits: Limits) -> str:
 
 
 def savings(chosen: wire.Candidate | None, candidates: Sequence[wire.Candidate]) -> tuple[float | None, float | None]:
-    """Return the fractions of time that the choice saves over the smallest and largest batch on equally many nodes."""
+    """Return the fractions of time that the choice saves over the smallest and the largest batch.
+
+    Only batches on the same number of nodes are compared.
+    """
     if chosen is None:
         return None, None
     mine, time_s = chosen.configuration, chosen.total_time_s.value
@@ -381,7 +384,7 @@ def _excluded_by(answer: Answer, c: Configuration, fits: float | None) -> str | 
     if c in answer.doubtful:
         return f"the probability that it fits into memory is only {percent(fits, digits=0)}."
     if c in answer.choice.ineligible - answer.evidence.failed:
-        return "its options were not launched on this cluster."
+        return "its options have not been launched on this cluster."
     if c in answer.evidence.failed:
         return "its profiling run failed; fix the cause and register the job again to retry it."
     return None
@@ -467,8 +470,8 @@ def _implausible(rows: Sequence[tuple[PointKey, float]]) -> list[str]:
     said = [f"{n:.0f} node{'s' if n > 1 else ''} at local batch {batch:.0f}" for _, n, _, batch, _ in (smaller, larger)]
     return [
         f"A step of {said[0]} took {multiple(ratio)} times as long as one of {said[1]}, which has more work to do. "
-        "Conditions must have differed between the two runs (number of threads, other work on the node); measure both "
-        "again with `tula tune --again`."
+        "Conditions must have differed between the two runs (such as the number of threads, or other work on the "
+        "node); measure both again with `tula tune --again`."
     ]
 
 
@@ -505,7 +508,7 @@ def _waits_for_data(answer: Answer) -> list[str]:
         saved += f" and {money(share * chosen.cost_usd.mean)} of {money(chosen.cost_usd.mean)}"
     return [
         f"{_named(chosen)} waits for data {percent(share, digits=0)} of the time, and no batch size can avoid this; "
-        f"more or faster workers of the data loader would save up to {saved}."
+        f"more or faster data-loader workers would save up to {saved}."
     ]
 
 
@@ -570,7 +573,7 @@ def suggest_learning_rate(
 
 
 def nearest_misses(choice: Choice) -> dict[str, Exclusion]:
-    """Return, for each limit, the candidate that exceeds the limit least; ties are broken by the objective's value.
+    """Return, for each limit, the candidate that exceeds it by the least; ties are broken by the objective's value.
 
     Candidates that no deadline or budget would admit come last, because these candidates would remain excluded if the
     limits were changed.

@@ -46,7 +46,7 @@ _LOG_BYTES: Final = (0.0, 60.0 * math.log(2.0))
 class EarlierFigures:
     """An earlier job, with the facts about its network and the hardware of its instance types.
 
-    `types` contains, for each of the earlier job's instance types, its name, its hardware, and True if the current job
+    `types` contains, for each of the earlier job's instance types, its name, its hardware, and whether the current job
     uses the same hardware.
     """
 
@@ -59,9 +59,9 @@ class EarlierFigures:
 class Figures:
     """Hardware figures of a job and of earlier jobs, from specifications, data sheets and probes.
 
-    Four fields have an entry for each instance type: `hardware`; `fabrics`, the links measured by probes on the same
-    hardware; `power_w`, the power of a rank's device, for all types or none; and `slow_from`, the result of the
-    function `slow_from`. `earlier` has the earlier jobs, newest first.
+    Four fields map instance types to values: `hardware`; `fabrics`, the links measured by probes on the same hardware;
+    `power_w`, the power of a rank's device, for all types or none; and `slow_from`, the smallest local batch for which
+    cuDNN uses slower convolution kernels. `earlier` has the earlier jobs, newest first.
     """
 
     facts: ModelFacts
@@ -199,11 +199,11 @@ def describe_guesses(spec: wire.JobSpec) -> list[str]:
     if spec.model.transposed_elements_per_sample and spec.model.precision in _HALF:
         sentences.append(
             f"Convolutions in {spec.model.precision} convert images between memory layouts, which the guess takes into "
-            "account; to save this time, convert the model and the images with .to(memory_format=torch.channels_last)."
+            "account; to avoid this, apply .to(memory_format=torch.channels_last) to the model and the images."
         )
     names = [f"model.{name}" for name in _COUNTED if getattr(spec.model, name) is None]
     if names:
-        sentences.append(f"The first guess of the step time is less certain without {', '.join(names)}; set them.")
+        sentences.append(f"To make the first guess of the step time more certain, set {', '.join(names)}.")
     for cluster in spec.cluster:
         if look_up_hardware(cluster).peak_tflops is None:
             sentences.append(
@@ -214,12 +214,12 @@ def describe_guesses(spec: wire.JobSpec) -> list[str]:
                 f"similar to one of {', '.join(sorted(DEVICES))}, set cluster.accelerator to that device."
             )
         if cluster.network_gbps is None and cluster.max_nodes > 1:
-            sentences.append(f"The network of {cluster.instance_type} was guessed; set cluster.network_gbps.")
+            sentences.append(f"The network bandwidth of {cluster.instance_type} was guessed; set cluster.network_gbps.")
     return sentences
 
 
 def contradiction(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> tuple[str, str] | None:
-    """Return (field, sentence) if the accelerator does not have the specified precision or memory, otherwise None."""
+    """Return (field, sentence) if the specified precision or memory contradicts the accelerator, otherwise None."""
     if cluster.device is None:
         return None
     device = DEVICES[cluster.device]
@@ -249,9 +249,9 @@ def fit_cost(readings: Sequence[wire.AllReduceReading]) -> AllReduceCost:
 
 
 def fit_fabric(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) -> Fabric | None:
-    """Return the fabric measured by the probe with the most ranks on the cluster's hardware, or None without a probe.
+    """Return the fabric measured by the probe with the most ranks on the cluster's hardware.
 
-    If several probes have the most ranks, the first one is used.
+    If several probes have the most ranks, the first one is used. If there is no probe, the result is None.
     """
     if not (mine := select_probes(probes, cluster)):
         return None
@@ -276,7 +276,7 @@ def agree(one: wire.FabricProbe, other: wire.FabricProbe) -> bool:
 def build_probe(
     measured: wire.AllReduces, configuration: wire.Configuration, cluster: wire.ClusterSpec
 ) -> wire.FabricProbe | None:
-    """Return a run's all-reduce timings as a probe of the cluster, or None if they are for another number of ranks.
+    """Return a run's all-reduce timings as a probe of the cluster, or None if they are for a different number of ranks.
 
     The number of nodes comes from the configuration, as for the run's samples. The measurements within a node are used
     only if the ranks reported the same number of nodes.

@@ -30,8 +30,8 @@ class EarlierJob:
     """An earlier job of the same project, with its results.
 
     `posteriors` (by instance type) were computed by `analysis.transfer.export_posteriors` for the options in `base`.
-    `prediction_pairs` has for each training run the step time that the model predicted, both ends of its interval
-    before calibration, and the measured step time, in seconds.
+    `prediction_pairs` has, for each training run, the step time that the model predicted, both ends of its interval
+    before calibration, and the measured step time, all in seconds.
     """
 
     model: wire.ModelSpec
@@ -88,7 +88,10 @@ class JobData:
 
     @property
     def settled_noise_scale(self) -> float | None:
-        """Return the noise scale from runs of at least 100 measured steps, by which time it has settled, or None."""
+        """Return the noise scale of a training run or, if there is none, of profiling runs of at least 100 steps.
+
+        If there are no such runs, the result is None.
+        """
         return self._noise_scale(least_steps=_SETTLED_STEPS)
 
     def _noise_scale(self, least_steps: int) -> float | None:
@@ -104,7 +107,10 @@ class JobData:
 
     @property
     def tokens_per_example(self) -> float | None:
-        """Return the specified number of tokens per example or, if none is specified, the reported mean, or None."""
+        """Return the specified number of tokens per example or, if none is specified, the mean of the reported numbers.
+
+        If no number was reported either, the result is None.
+        """
         return self.spec.model.tokens_per_example or (statistics.fmean(seen) if (seen := self.seen_tokens) else None)
 
     @property
@@ -236,7 +242,7 @@ def list_candidates(spec: wire.JobSpec, memory_bound: Mapping[Variant, int]) -> 
     if not possible and held is not None and spec.batch.global_batch_size is not None:
         raise ObservationError(
             f"batch: no local batch gives a global batch of {spec.batch.global_batch_size} with grad_accum_steps "
-            f"= {held}; change one of the two, batch.max_local_batch_size or the cluster."
+            f"= {held}; change either of these two, batch.max_local_batch_size or the cluster."
         )
     if not possible:
         raise ObservationError(
@@ -249,7 +255,8 @@ def list_candidates(spec: wire.JobSpec, memory_bound: Mapping[Variant, int]) -> 
         fewest = min(c.grad_accum_steps for c in possible)
         raise ObservationError(
             f"batch: a global batch of {spec.batch.global_batch_size} needs at least {fewest} accumulation steps, but "
-            f"max_grad_accum_steps is {most_steps}; increase it, batch.max_local_batch_size or cluster.max_nodes."
+            f"max_grad_accum_steps is {most_steps}; increase this limit, batch.max_local_batch_size or "
+            "cluster.max_nodes."
         )
     fitting = {c for c in accumulated if c.global_batch_size <= spec.dataset.size}
     if not fitting:

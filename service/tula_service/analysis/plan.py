@@ -202,9 +202,9 @@ def profiling_cost(spec: wire.JobSpec, plan: Sequence[RunRecord], now_s: float) 
     The expected duration of a launch is the sum of its start-up time and its predicted step times. The start-up time is
     the median over the launches that ended with measurements or, if there are none yet, 30 s. If the leases of a launch
     have expired, the launch is assumed to have ended when they expired, and its runs will be repeated; once they are
-    leased again, the first attempt is no longer counted. As long as launches remain, an adaptive search may add more
-    launches up to its limit. Each further launch is expected to take as long as the longest launch in the plan, and to
-    cost as much as the most expensive.
+    leased again, the first attempt is no longer counted. Until all launches have ended, an adaptive search may add more
+    launches up to its limit. Each added launch is expected to take as long as the longest launch in the plan, and to
+    cost as much as the most expensive launch.
     """
     launches = _launches(plan, spec, now_s)
     start_ups_s = []
@@ -264,7 +264,7 @@ def _launch(run: RunRecord, spec: wire.JobSpec) -> object:
 def _launches(runs: Iterable[RunRecord], spec: wire.JobSpec, now_s: float | None = None) -> list[list[Span]]:
     """Return the time spans of all runs that have begun, grouped by launch; if `now_s` is None, omit unfinished runs.
 
-    All spans of a launch are on one cluster, and each span begins before the last of the previous spans has ended.
+    All spans of a launch are on one cluster, and each span except the first overlaps an earlier one.
     """
     spans, by_place = [], dict[object, list[list[Span]]]()
     for run in runs:
@@ -315,7 +315,7 @@ def _steps(instruction: Mapping[str, float] | None, further: bool = False) -> in
 
 
 def _totals(spec: wire.JobSpec, used: Iterable[tuple[Configuration, float]]) -> tuple[float, float | None]:
-    """Return the GPU-seconds that configurations use in the given times, and the cost in dollars, if known."""
+    """Return the GPU-seconds and, if known, the cost in dollars of running these configurations for the given times."""
     prices = {cluster.instance_type: cluster.price.usd_per_node_hour for cluster in spec.cluster}
     unpriced = all(price is None for price in prices.values())
     gpu_seconds, usd = 0.0, 0.0
@@ -337,7 +337,7 @@ def _progress(waiting: Sequence[Configuration], share_launches: bool) -> str:
 def _failures(answer: Answer) -> str:
     """Return a sentence with the number of configurations that failed for reasons other than memory, and a remedy.
 
-    If there are no such configurations, the text is empty.
+    If there are no such configurations, the result is an empty string.
     """
     runs = answer.data.profile_runs
     failed = {run.configuration for run in runs if run.state == "failed"} & answer.evidence.failed

@@ -1,4 +1,4 @@
-"""Answers the three questions that require a fit, using functions of plain data that another process can call."""
+"""Answers the three questions that require a fit; each function uses plain data, so another process can call it."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class Findings:
 
 
 class WhatIf(BaseModel):
-    """A question about all combinations of these values; an empty list means all values of the job's candidates.
+    """A question about all combinations of the given values; an empty list means all values of the job's candidates.
 
     `global_batch_size` and `local_batch_size` are mutually exclusive, and a global batch must not exceed the data set.
-    The price and the deadline in the question replace the job's.
+    The price and the deadline in the question replace those of the job.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -62,7 +62,9 @@ class WhatIf(BaseModel):
     local_batch_size: _Counts = Field([], max_length=64, description="Examples per rank.")
     instance_type: list[str] = Field([], max_length=16, description="Instance types of the job.")
     option: list[str] = Field(
-        [], max_length=MAX_OPTIONS, description="Values such as `precision=bf16`; other options are as recommended."
+        [],
+        max_length=MAX_OPTIONS,
+        description="Option values such as `precision=bf16`; all other options have their recommended values.",
     )
     usd_per_node_hour: float | None = Field(
         None,
@@ -199,7 +201,7 @@ def _check(spec: wire.JobSpec, question: WhatIf) -> None:
 
 
 def _select_options(spec: wire.JobSpec, question: WhatIf, recommended: Options) -> Options:
-    """Return the options in the question or, by default, the recommended options. Raises InvalidInput."""
+    """Return the question's options or, by default, the recommended ones. Raises InvalidInput if one is invalid."""
     asked = {}
     for text in question.option:
         name, equals, value = text.partition("=")

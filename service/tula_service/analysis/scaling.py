@@ -206,8 +206,9 @@ def lost_regularisation(outcomes: Sequence[Outcome]) -> str | None:
         ):
             return (
                 f"The training loss ends at {other.loss:.3g} with a global batch of {other.global_batch_size} and at "
-                f"{base.loss:.3g} with {base.global_batch_size}, but validation is {lost:.1f} points worse: the larger "
-                "batch lacks regularisation, not steps, and no learning-rate rule can restore it. Use more "
-                "augmentation or weight decay, a smaller batch, or micro-steps of the smaller local batch."
+                f"{base.loss:.3g} with {base.global_batch_size}, but the validation accuracy is {lost:.1f} points "
+                "lower with the larger batch, which lacks regularisation, not steps. No learning-rate rule can "
+                "compensate for this. Use more augmentation or weight decay, a smaller batch, or micro-steps of the "
+                "smaller local batch."
             )
     return None

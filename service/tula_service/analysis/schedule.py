@@ -3,7 +3,7 @@
 1. `scaling.noise_curve` returns the noise scale of each part of a training run. The schedule uses the smallest noise
    scale from a part to the end of the run, so that the batch never has to decrease later.
 2. The accuracy guard limits the batch of every stage under all objectives, based on this noise scale and on the number
-   of steps of a whole training run at the batch. Among the allowed batches, the objective chooses the batch and the
+   of steps of a whole training run at this batch. Among the allowed batches, the objective chooses the batch and the
    nodes, as for a recommendation.
 3. Of all ways to divide the run into at most four stages, the objective chooses the best; each change of stage
    requires a relaunch.
@@ -254,11 +254,11 @@ def _schedule_fields(answer: Answer, chosen: Estimate, beta2: float, curves: Seq
         "saved_s": to_wire_estimate(saved_s),
         "saved_usd": to_wire_estimate(saved_usd) if goal.priced else None,
         "sentence": _worth(ramp, constant, saved, goal),
-        "risk": f"Accuracy: the guard allows the batch of every stage at the smallest later noise scale, and training "
-        f"takes {steps:,} steps. However, our experiments have hardly tested schedules, and the noise scale is a "
-        "doubtful predictor of the batches that training tolerates: for example, it also grows when the learning rate "
-        "falls, which does not allow larger batches. Compare the validation loss with that of a training run at the "
-        "constant batch.",
+        "risk": "Accuracy: the guard allows the batch of every stage at the smallest noise scale from that stage on, "
+        f"and training takes {steps:,} steps. However, our experiments have hardly tested schedules, and the noise "
+        "scale is a doubtful predictor of the batches that training tolerates: for example, it also grows when the "
+        "learning rate falls, which does not allow larger batches. Compare the validation loss with that of a "
+        "training run at the constant batch.",
     }
 
 
@@ -340,8 +340,8 @@ def _keep(ramps: Ramps, ramp: Ramp | None, constant: Ramp) -> str:
     least, most = ramps.least[0], ramps.least[-1]
     if ramp is None:
         return (
-            f"Keep the constant batch: no batch within the limits is small enough for the beginning, where the noise "
-            f"scale is {least:,.0f} examples."
+            "Keep the constant batch: no batch within the limits is small enough for the beginning of training, when "
+            f"the noise scale is {least:,.0f} examples."
         )
     guard, batch = ramps.goal.guard, constant.total.configuration.global_batch_size
     if len(ramp.stages) == 1 and ramp.total.key == constant.total.key:

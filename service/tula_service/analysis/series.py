@@ -11,7 +11,7 @@ TREND_POINTS = 150
 
 
 def trend(steps: IntArray, values: FloatArray, points: int = TREND_POINTS) -> tuple[IntArray, FloatArray] | None:
-    """Return the medians of `points` intervals with equally many values, and the middle steps of these intervals.
+    """Return the medians of `points` intervals of equal size, and the middle steps of these intervals.
 
     The trend uses medians, because a running mean would follow a single slow step, and a mean of downsampled points
     would follow the extremes that downsampling keeps. The result is None if `points` is zero or an interval would have

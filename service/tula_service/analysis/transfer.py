@@ -190,8 +190,8 @@ def export_posteriors(model: StepTimeModel) -> dict[str, dict[str, Any]]:
 def _find_buckets(data: JobData) -> dict[str, Buckets]:
     """Return the timed buckets of each instance type, from the run with the fewest ranks and the base options.
 
-    The run with the fewest ranks is used because its ranks wait least for one another. If there are several, the one
-    with the largest batch is used.
+    The run with the fewest ranks is used because its ranks wait least for one another. If several runs have the fewest
+    ranks, the run with the largest batch is used.
     """
     of_base = [run for run in data.summaries if run.configuration.options == data.spec.base_options]
     timed = [(run.configuration, run.timeline) for run in of_base if run.timeline is not None]
@@ -211,7 +211,10 @@ def _as_prior(learned: Mapping[str, Any]) -> StepTimePrior:
 
 
 def _same_network(one: wire.ModelSpec, other: wire.ModelSpec) -> bool:
-    """Return True if all fields that define a step are equal, as are parameter count and precision where specified."""
+    """Return True if all fields that define a step are equal.
+
+    A parameter count or precision that is not specified is treated as equal to any other.
+    """
     if any(getattr(one, name) != getattr(other, name) for name in _STEP_DEFINING_FIELDS):
         return False
     pairs = ((one.parameters, other.parameters), (one.precision, other.precision))

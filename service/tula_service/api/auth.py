@@ -47,7 +47,7 @@ def client_address(request: Request) -> str:
 
 
 def is_ingest(method: str, path: str) -> bool:
-    """Return True if the request sends samples or telemetry; its limits for body size and request rate are higher."""
+    """Return True if the request sends samples or telemetry; such requests have higher limits on body size and rate."""
     return any(method == allowed and pattern.match(path) for allowed, pattern in _INGEST_PATTERNS)
 
 

@@ -70,8 +70,8 @@ async def stream_events(
 ) -> AsyncIterator[ServerSentEvent]:
     """Stream new events about state changes, samples, recommendations, thresholds, drift and advice.
 
-    If `Last-Event-ID` (or `after`) is set, the stream starts after the event with this id; 0 means from the first
-    event. The `data` of each message is an `Event`.
+    If `Last-Event-ID` (or `after`) is set, the stream starts after the event with this id, or with the first event
+    if the id is 0. The `data` of each message is an `Event`.
     """
     # The stream ends when the token expires, the job is deleted or the service stops, and at the latest after an hour.
     yield ServerSentEvent(retry=_RETRY_MS)

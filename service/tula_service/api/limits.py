@@ -1,4 +1,4 @@
-"""Limits the request rate per token, or per address for failed authentications and for routes without a token."""
+"""Limits the request rate per token, or per address for failed authentications and routes that require no token."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ class RequestLimits:
     def count_request(self, sender: str, *, ingest: bool = False) -> None:
         """Count a request from an authenticated sender. Raises Busy if the sender exceeds its limit."""
         limit, kind = (self._ingest_per_minute, "ingest") if ingest else (self._requests_per_minute, "requests")
-        remedy = f"More than {limit} requests in a minute: wait Retry-After seconds, then send fewer, larger requests."
+        remedy = (
+            f"This sender sent more than {limit} requests within a minute: wait Retry-After seconds, then send fewer, "
+            "larger requests."
+        )
         self._count(kind, sender, limit, remedy)
 
     def count_failed_auth(self, address: str) -> None:
@@ -55,7 +58,7 @@ class RequestLimits:
 
     def count_open(self, address: str) -> None:
         """Count a request to a route that requires no token. Raises Busy if the address has sent too many requests."""
-        remedy = f"More than {OPEN_PER_MINUTE} requests from this address in a minute: wait Retry-After seconds."
+        remedy = f"This address sent more than {OPEN_PER_MINUTE} requests within a minute: wait Retry-After seconds."
         self._count("open", address, OPEN_PER_MINUTE, remedy)
 
     def _count(self, kind: str, sender: str, limit: int, remedy: str) -> None:

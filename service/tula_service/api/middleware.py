@@ -169,7 +169,10 @@ class RequestMiddleware:
         return whole
 
     async def _read(self, receive: Receive, sender: str, limit: int) -> bytes:
-        """Return the body. Every body counts with at least a minimum size, to limit how many are read concurrently."""
+        """Return the body.
+
+        Each body counts as at least a minimum size, which limits how many bodies are read concurrently.
+        """
         body = bytearray()
         counted, least = 0, ARRIVING_BYTES // self._services.settings.max_in_flight
         try:

@@ -33,7 +33,7 @@ READY_CHECK_S: Final = 1.0
 
 
 class Status(BaseModel):
-    """The response to a probe."""
+    """The response to a liveness or readiness probe."""
 
     status: str = Field(description="`ok` or `ready`.")
 
@@ -104,7 +104,9 @@ class _Stored(Collector):
         yield _gauge("tula_runs", "Runs by state.", ["state"], {(state,): n for state, n in by_state.items()})
         yield _gauge("tula_agents_seen", "Processes that have sent samples of active runs.", [], {(): num_agents})
         recent: _Values = {(str(share),): value for share, value in errors.items()}
-        yield _gauge("tula_prediction_error_recent", "Absolute relative error of step time.", ["quantile"], recent)
+        yield _gauge(
+            "tula_prediction_error_recent", "Absolute relative error of predicted step times.", ["quantile"], recent
+        )
         running = running_trainings(self._store, self._principal)
         for name, about, field in _OF_TRAININGS:
             values: _Values = {(run.job_id, run.job_name, run.run_id): getattr(run, field) for run in running}

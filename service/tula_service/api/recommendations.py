@@ -41,7 +41,7 @@ def get_predictions(job_id: str, user: CurrentUser, question: Annotated[WhatIf, 
     """Return predictions for every combination of the given values.
 
     A parameter may be repeated to give several values; if a parameter is omitted, the values of the job's candidates
-    are used. Omitted options are as recommended.
+    are used. Omitted options have their recommended values.
     """
     return Response(recommendations.predict(*user, job_id, question), media_type="application/json")
 
@@ -53,5 +53,5 @@ def get_schedule(
     objective: Annotated[Objective | None, Query(description="Replaces the job's objective.")] = None,
     beta2: Annotated[float, Query(gt=0, lt=1, description="Adam's beta2 at the base batch size.")] = 0.999,
 ) -> Response:
-    """Return a batch schedule based on the gradient noise that a training run measured, and what the schedule saves."""
+    """Return a batch schedule based on the gradient noise measured in a training run, with the predicted savings."""
     return Response(recommendations.schedule(*user, job_id, objective, beta2), media_type="application/json")

@@ -36,7 +36,7 @@ ErrorPage: TypeAlias = Callable[[Scope, Problem, Mapping[str, str]], Response | 
 
 
 class Metrics:
-    """The application's Prometheus metrics, in its own registry, since tests run several applications in a process."""
+    """The application's Prometheus metrics in its own registry, since tests run several applications in one process."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()

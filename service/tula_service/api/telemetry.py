@@ -1,4 +1,4 @@
-"""Serves `/v1/runs/{run_id}/telemetry`, which stores chunks of telemetry and returns single, downsampled columns."""
+"""Serves `/v1/runs/{run_id}/telemetry`, which stores chunks of telemetry and returns downsampled columns."""
 
 from __future__ import annotations
 

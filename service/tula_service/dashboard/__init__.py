@@ -1,4 +1,4 @@
 """Serves the dashboard's pages and charts, which load nothing from other hosts.
 
-The application requires authentication for `pages`, but not for `session` (the login) and `static_files`.
+The application requires authentication for `pages`, but not for `session` (the login) or `static_files`.
 """

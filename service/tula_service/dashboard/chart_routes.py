@@ -1,4 +1,4 @@
-"""Serves the routes `.../charts/{name}`: charts as Vega-Lite specifications, which browsers and clients draw."""
+"""Serves the routes `.../charts/{name}`, which return Vega-Lite specifications for browsers and clients to draw."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def get_job_chart(
     logarithmic: Annotated[bool, Query(description="Use a logarithmic axis in `quality`.")] = False,
     over: Annotated[Over, Query(description="Horizontal axis of `quality`.")] = "epoch",
     trend: Annotated[
-        int, Query(ge=0, le=1000, description="Number of medians that replace a long series in `quality`; 0 for none.")
+        int,
+        Query(ge=0, le=1000, description="Number of medians that replace a long series in `quality`; 0 disables this."),
     ] = 150,
     run: Annotated[
         list[str], Query(max_length=MAX_COMPARED, description="Runs to show in `quality`; default: all.")
@@ -87,7 +88,7 @@ def get_run_chart(
     first_step: FirstStep = None,
     last_step: LastStep = None,
     trend: Annotated[
-        int, Query(ge=0, le=1000, description="Number of medians in the trend line of a long series; 0 for none.")
+        int, Query(ge=0, le=1000, description="Number of medians in the trend line of a long series; 0 draws no line.")
     ] = 150,
     logarithmic: Annotated[bool, Query(description="Use a logarithmic axis for the values.")] = False,
 ) -> JSONResponse:

@@ -340,7 +340,7 @@ def compare_runs(
 
 
 def _lost_regularisation(user: User, job_id: str, comparison: Comparison) -> str | None:
-    """Return a sentence if finished training runs show that a larger batch lost regularisation, else None."""
+    """Return a warning if finished training runs show that a larger batch reduced regularisation, else None."""
     names = ("loss", "validation_accuracy")
     if not {*names} <= {*comparison.columns}:
         return None
@@ -370,7 +370,11 @@ def _by_cost(recommendation: Recommendation) -> bool:
 
 
 def _ranked(recommendation: Recommendation) -> list[Candidate]:
-    """Return the candidates: the chosen one, the runner-up, then allowed and excluded ones by time (or by cost)."""
+    """Return the candidates in the order of the table on the job page.
+
+    The chosen candidate and the runner-up come first, then the allowed candidates, then the excluded candidates. Each
+    group is sorted by time (or by cost).
+    """
     by_cost = _by_cost(recommendation)
 
     def place(candidate: Candidate) -> tuple[int, bool, float]:

@@ -20,8 +20,8 @@ from tula_wire.options import Options
 
 _NO_KNEE = KneeFinding(None, "no knee: there is no candidate within the limits.")
 _LEAST_CHANGED = (
-    "no candidate within the limits is clearly better, and this one changes the fewest options of the candidates that "
-    "may be as good."
+    "no candidate within the limits is clearly better, and of the candidates that may be as good, this one changes the "
+    "fewest options."
 )
 _WORTH_A_SWITCH = 0.02  # a larger expected gain justifies a switch even if it may be noise, so a tie costs at most this
 
@@ -94,8 +94,8 @@ def recommend(
 
     `memory` has the memory model of each variant and is required if prices are per GB. `unavailable` candidates failed
     to run, and `doubtful` candidates may not fit into memory. A doubtful candidate is chosen only if there is no other,
-    and an unavailable candidate only if all candidates are unavailable. A candidate with options other than the base is
-    chosen before its launch has been measured only if no other candidate is available. Raises ObservationError if a
+    and an unavailable candidate only if all candidates are unavailable. A candidate whose options differ from the base
+    is chosen only if its launch has been measured, or if no other candidate is available. Raises ObservationError if a
     price is missing.
     """
     estimates = price_candidates(candidates, model, goal, memory=memory)

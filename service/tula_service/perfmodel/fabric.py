@@ -52,12 +52,12 @@ class AllReduceCost:
         return self._interval(1)
 
     def ring(self, probed: int, ranks: int, messages: float, size_bytes: float) -> tuple[float, float]:
-        """Return the seconds of an all-reduce over a ring of `ranks` ranks, and the standard deviation of their log.
+        """Return the time in seconds of an all-reduce over a ring, and the standard deviation of its logarithm.
 
-        The all-reduce has `messages` messages with `size_bytes` bytes in total. A ring of N ranks takes 2 (N - 1) hops
-        of s / N bytes each, and the probe measured `probed` ranks. If `ranks` equals `probed`, the result is also
-        corrected by the probe's deviation from the line alpha + beta s, interpolated between the nearest probed sizes.
-        Probes can deviate from the line because the line adds times that may overlap.
+        The ring has `ranks` ranks, and the all-reduce has `messages` messages with `size_bytes` bytes in total. A ring
+        of N ranks takes 2 (N - 1) hops of s / N bytes each, and the probe measured `probed` ranks. If `ranks` equals
+        `probed`, the result is also corrected by the probe's deviation from the line alpha + beta s, interpolated
+        between the nearest probed sizes. Probes can deviate from the line because the line adds times that may overlap.
         """
         hops = (ranks - 1) / (probed - 1)
         parts = np.exp(self.mean) * [messages * hops, size_bytes * hops * probed / ranks]
@@ -90,7 +90,7 @@ class Fabric:
     launch_s: float | None = None
 
     def within(self, ranks: int, size_bytes: float, messages: int = 1) -> tuple[float, float] | None:
-        """Return the seconds that collectives take within a node, and the standard deviation of the log of this time.
+        """Return the time in seconds of a collective within a node, and the standard deviation of its logarithm.
 
         The result is None if the node has one rank, or if the probe did not measure the ranks of one node separately.
         """
@@ -98,12 +98,15 @@ class Fabric:
         return None if cost is None or ranks < 2 else cost.ring(self.ranks_per_node, ranks, messages, size_bytes)
 
     def whole(self, nodes: int, ranks: int, size_bytes: float, messages: int = 1) -> tuple[float, float]:
-        """Return the seconds of a collective across `nodes` nodes of `ranks` ranks, with the sd of their logarithm."""
+        """Return the time in seconds of a collective across nodes, and the standard deviation of its logarithm.
+
+        The collective is across `nodes` nodes of `ranks` ranks each.
+        """
         probed = self.num_nodes * self.ranks_per_node
         return self.all_ranks.ring(probed, nodes * ranks, messages, size_bytes)
 
     def between(self, nodes: int, ranks: int, size_bytes: float, messages: int = 1) -> tuple[float, float]:
-        """Return the additional seconds of a collective across nodes compared with `within`, and the sd of their log.
+        """Return `whole` minus `within`, in seconds, and the standard deviation of the logarithm of this difference.
 
         The collective is across `nodes` nodes of `ranks` ranks each.
         """
@@ -114,7 +117,7 @@ class Fabric:
 
 
 def fit_all_reduce(size_bytes: Sequence[float], time_s: Sequence[float], relative_sd: Sequence[float]) -> AllReduceCost:
-    """Return alpha and beta, fitted with the Huber loss to log seconds.
+    """Return alpha and beta, fitted to the logarithms of the measured times with the Huber loss.
 
     `relative_sd` contains the relative errors of the readings' medians, which determine the weights. Each reading is
     assumed to have an error of at least 5 %, because communication libraries choose their algorithm by message size.

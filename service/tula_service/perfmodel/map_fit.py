@@ -153,8 +153,8 @@ class Posterior:
         """Return the posterior from this job's measurements and the generic prior, as a prior for later jobs.
 
         The prior of the fit is divided out. Otherwise, a job that used only one GPU would pass on what other jobs
-        measured about communication, and later jobs would count these measurements twice. The factor by which the
-        misfit of the job changes the deviations applies only to parameters that the job measured.
+        measured about communication, and later jobs would count these measurements twice. The job's misfit scales
+        the standard deviations only of the parameters that the job measured.
         """
         own, generic, in_seconds = self._moments([m.covariance for m in self.members]), generic_prior(), _IN_SECONDS
         factor = float(self.member_weights @ [member.variance_factor for member in self.members])
@@ -169,8 +169,8 @@ class Posterior:
     def _moments(self, covariances: Sequence[FloatArray]) -> StepTimePrior:
         """Return a prior with the mean and covariance of theta over all members, given the covariance of each.
 
-        The deviations of the collectives refer to times in seconds, which are known more accurately than their ratios
-        to c.
+        The standard deviations of the collectives refer to times in seconds, which are known more accurately than
+        their ratios to c.
         """
         thetas = np.array([member.theta for member in self.members])
         mean = self.member_weights @ thetas

@@ -84,7 +84,10 @@ class Goal:
         return OBJECTIVES[self.objective].value(self, estimate)
 
     def changes(self, chosen: Options) -> tuple[int, list[int]]:
-        """Return the number of options that differ from the script's, and the index of each value (0: the script's)."""
+        """Return the number of options that differ from the script's, and the index of each value.
+
+        The value that the script currently uses has the index 0.
+        """
         places = [list(self.options[name]).index(word) for name, word in chosen]
         return sum(place > 0 for place in places), places
 

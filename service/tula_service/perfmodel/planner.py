@@ -476,11 +476,11 @@ def _refine_choice(state: _State, choice: Choice) -> Plan:
 def most_promising(choice: Choice, runnable: Collection[Configuration]) -> Estimate | None:
     """Return the estimate with the lowest confidence bound of the goal's value (Cox and John 1992), or None.
 
-    The bound of an unmeasured estimate is two standard deviations of the logarithm below its mean, or the value of
-    `_shortest_steps` if it is higher. For measured estimates and the choice, the bound is the mean. Estimates whose
-    bounds of time and cost exceed the deadline and the budget least have priority, followed by estimates with the
-    lowest bound of the value. Unmeasured estimates are considered only if they are `runnable`. A candidate that may not
-    fit into memory is also considered, since its run shows whether it fits.
+    The bound of an unmeasured estimate is two standard deviations of the logarithm below its mean, or the value at the
+    shortest plausible step (`_shortest_steps`) if this is higher. For measured estimates and the choice, the bound is
+    the mean. Estimates are compared first by how far their bounds of time and cost exceed the deadline and the budget,
+    and then by the bound of the value. Unmeasured estimates are considered only if they are `runnable`. A candidate
+    that may not fit into memory is also considered, since its run shows whether it fits.
     """
     barred, limits = choice.barred, choice.goal.limits
     measured = {e.key for e in choice.estimates if e.measured or e is choice.chosen}
@@ -596,5 +596,5 @@ def _expected_excess(ahead: float) -> float:
 
 
 def _bound(value: Interval, sds: float) -> float:
-    """Return a value's logarithm `sds` standard deviations below its mean; a mean of 0 is replaced by 1e-300."""
+    """Return the logarithm of a value's mean, minus `sds` standard deviations; a mean of 0 is replaced by 1e-300."""
     return math.log(max(value.mean, 1e-300)) - sds * value.log_sd

@@ -20,7 +20,7 @@ _MENU = 5  # estimates; more would be hard to compare at a glance
 
 @dataclass(frozen=True)
 class Spot:
-    """Interruptible capacity. Each node has Poisson interruptions, which discard the work since the last checkpoint."""
+    """Interruptible capacity, with Poisson interruptions per node, which discard the work since the last checkpoint."""
 
     interruptions_per_node_hour: float
     checkpoint_interval_s: float = 600.0
@@ -96,7 +96,7 @@ class Limits:
     max_global_batch_size: int | None = None
 
     def of_totals(self, estimate: Estimate) -> list[tuple[str, Interval, float]]:
-        """Return (name, time or cost of the candidate, limit) for each of deadline and budget that is set."""
+        """Return (name, the candidate's time or cost, limit) for the deadline and for the budget, if they are set."""
         both = (
             ("deadline_s", estimate.time_s, self.deadline_s),
             ("budget_usd", estimate.cost_usd, self.budget_usd),

@@ -167,8 +167,8 @@ class Hardware:
 
     `peak_tflops` (teraflop per second) and `memory_gb_per_s` (gigabytes per second) describe the device of one rank,
     and `figures_sd` is the uncertainty of their logarithms, which is 0 for figures from a data sheet. `inter_node_gbps`
-    is the network bandwidth in gigabits per second. `device` is the same name for equal devices. `launch_s` is the time
-    in seconds that the host needs to start an operation, if a probe measured this time.
+    is the network bandwidth in gigabits per second. Equal devices have the same name in `device`. `launch_s` is the
+    time in seconds that the host needs to start an operation, if a probe measured this time.
     """
 
     peak_tflops: float | None = None
@@ -375,8 +375,9 @@ def scale_from_jobs(guess: StepTimePrior, error: ScaleError, earlier: Sequence[S
 
     Jobs with a larger `rule_sd` have less weight. `earlier` must contain each network at most once per device, since a
     repetition would be treated as confirmation by another job. A job whose error exceeds four standard deviations is
-    ignored, because its description is probably wrong, for example with FLOPs in another unit. The deviations come from
-    step times of six networks on eight devices in two precisions (Lambda's TensorFlow benchmark, BSD-3-Clause).
+    ignored, because its description is probably wrong, for example with FLOPs in another unit. The standard deviations
+    come from step times of six networks on eight devices in two precisions (Lambda's TensorFlow benchmark,
+    BSD-3-Clause).
     """
     widths, share = (_EVERYWHERE_SD, _DEVICE_SD, _NETWORK_SD), error.rule_sd / UNKNOWN_PRECISION_SD
     everywhere_sd, on_device_sd = share**2 * _EVERYWHERE_SD, share**2 * _DEVICE_SD

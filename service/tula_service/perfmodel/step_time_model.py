@@ -58,7 +58,7 @@ class InputWait:
         return np.array([wait if seen is None else seen for wait, seen in zip(waits, measured, strict=True)])
 
     def sd_s(self, points: Points, rest_s: FloatArray) -> FloatArray:
-        """Return the standard deviation of `predict`, shape (n,), in seconds."""
+        """Return the standard deviations of the waits that `predict` returns, shape (n,), in seconds."""
         slower = replace(self, s_per_example=self.s_per_example + self.unsure_s_per_example)
         wait_s = self.predict(points, rest_s)
         return np.hypot(self.relative_sd * wait_s, slower.predict(points, rest_s) - wait_s)
@@ -196,7 +196,7 @@ class StepTimeModel:
         return wait.with_loader(math.exp(faster)) if faster else wait
 
     def _extrapolated(self, points: Points) -> npt.NDArray[np.bool_]:
-        """Return a mask of the points outside their variant's measured range, or whose variant was not measured."""
+        """Return a mask that marks points outside their variant's measured range and points of unmeasured variants."""
         outside = np.ones(len(points), dtype=np.bool_)
         seen = Points.of([]) if self.observations is None else self.observations.points
         for variant in set(seen.variant):

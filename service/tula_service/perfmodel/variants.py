@@ -51,7 +51,7 @@ _WORKERS: Final = frozenset({"num_workers", "workers", "loader_workers", "datalo
 
 
 class Launch(NamedTuple):
-    """A launch: all its configurations have these properties, and differ only in the local batch."""
+    """A launch; its configurations all have these properties and differ only in the local batch."""
 
     instance_type: str
     num_nodes: int
@@ -136,9 +136,8 @@ def further_switches(start: Options, base: Options, options: Options) -> int:
 def nearest(variant: Variant, measured: Iterable[Variant], *, by: frozenset[str] = frozenset()) -> Variant | None:
     """Return the measured variant that is nearest to `variant`, or None if there is no measured variant.
 
-    Variants of the same instance type are nearer than all others. Among them, the nearest variant is the one that
-    differs in the fewest of the options listed in `by`. If several do, the one that differs in the fewest options
-    overall is nearer; if they are still tied, the first is returned.
+    Variants of the same instance type are nearer than all others. Variants are then compared by how many of the options
+    in `by` differ, and finally by how many of all options differ. In a tie, the first variant is returned.
     """
 
     def distance(other: Variant) -> tuple[bool, int, int]:
@@ -149,15 +148,15 @@ def nearest(variant: Variant, measured: Iterable[Variant], *, by: frozenset[str]
 
 
 def nearest_for_waits(variant: Variant, measured: Iterable[Variant]) -> Variant | None:
-    """Return the variant whose waits for data are most similar: first by loader workers, then by other options."""
+    """Return the measured variant nearest to `variant`, comparing the loader workers before all other options."""
     return nearest(variant, measured, by=_WORKERS)
 
 
 class Start(NamedTuple):
     """The prior knowledge about a variant, which does not include its own runs.
 
-    `prior` is its prior, or None if nothing is known; `posterior` belongs to the measured variant that shares its
-    residual, or is None if there is no such variant.
+    `prior` is its prior, or None if nothing is known. `posterior` is the posterior of the measured variant that has the
+    same residual, or None if there is no such variant.
     """
 
     prior: StepTimePrior | None

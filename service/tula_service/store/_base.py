@@ -62,7 +62,10 @@ class Repository:
     def _put(
         self, table: sa.Table, key: Mapping[str, Any], values: Mapping[str, Any], *, where: Any = None, **new: Any
     ) -> None:
-        """Insert a row with `key`, `values` and `new`; in an existing row that satisfies `where`, only set `values`."""
+        """Insert a row with `key`, `values` and `new`.
+
+        If the key exists, only set `values`, provided that the existing row satisfies `where`.
+        """
         insert = self._insert(table).values(**key, **values, **new)
         self._connection.execute(insert.on_conflict_do_update(index_elements=list(key), set_=values, where=where))
 

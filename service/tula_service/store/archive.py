@@ -163,7 +163,7 @@ def _parts(engine: sa.Engine, table: str, values_at_once: int) -> Iterator[pa.Ta
     """Yield the values of all chunks, sorted by primary key, in parts of at least `values_at_once` values.
 
     Each page of chunks is read in a separate transaction, which is safe because the table no longer changes. A single
-    transaction could last for hours and prevent Postgres from removing dead rows from any table in this time.
+    transaction could last for hours, during which Postgres could not remove dead rows from any table.
     """
     query = sa.text(
         "SELECT runs.job_id, runs.id AS run_id, run_key, rank, boot_id, sequence, num_steps, columns, payload"

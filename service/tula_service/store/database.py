@@ -1,17 +1,18 @@
-"""Creates database engines for SQLite and Postgres and transactions with their repositories, and defines all locks.
+"""Creates engines for SQLite and Postgres, opens transactions with their repositories, and defines all locks.
 
 **Durability.** A commit returns only after fsync; SQLite runs in WAL mode with full synchronisation.
 
 **Locks** are acquired in the following order. A caller that holds a lock never waits for a lock listed earlier.
 
-1. `Store.fits.turn()`, in this process: only one thread at a time reads, fits and stores, and threads that waited get
-   its result from the cache. Neither a fit nor a waiting thread holds a connection. Correctness depends only on lock 3.
+1. `Store.fits.turn()`, in this process: only one thread at a time reads, fits and stores; threads that waited take
+   the result from the cache. Neither a fit nor a waiting thread holds a connection. Correctness depends only on lock 3.
 2. The lock in `Store.transaction()`, in this process and only for SQLite: threads queue for it instead of polling the
    file's write lock, which excludes other processes. SQLite takes the write lock at BEGIN, so that no transaction
    upgrades a read lock.
-3. `tx.jobs.lock(job_id)`, in the database: a row lock on Postgres, and the write lock on SQLite. Planning and
-   publishing hold it. A transaction that changes a job and its runs first locks the job's row, then the runs' rows by
-   key. A transaction that stores samples locks the job's row FOR KEY SHARE, for which only a deletion must wait.
+3. `tx.jobs.lock(job_id)`, in the database: a row lock on Postgres, and the write lock on SQLite. Code that
+   stores a plan or a recommendation holds this lock. A transaction that changes a job and its runs first locks the
+   job's row, then the rows of the runs, sorted by key. A transaction that stores samples locks the job's row FOR KEY
+   SHARE, which blocks only deletions.
 4. The lock in `tx.events.append`, only on Postgres: an advisory lock per job, held until commit, which ensures that the
    ids of a job's events increase in commit order.
 
@@ -249,7 +250,7 @@ def _require_utf8(connection: Any, _record: Any) -> None:
 def _limit_waits(connection: Any, _record: Any) -> None:
     """Limit the duration of statements and of idle transactions, so that locks cannot be held forever.
 
-    The limits are set with SET statements instead of start-up options, since a connection pooler may reject the latter.
+    The limits are set with SET statements, since a connection pooler may reject start-up options.
     """
     for name in ("statement_timeout", "idle_in_transaction_session_timeout"):
         connection.execute(f"SET {name} = '{LONGEST_STATEMENT_S:g}s'")

@@ -20,7 +20,7 @@ class Events(Repository):
         """Append an event and return its id.
 
         On Postgres, a lock per job, held until commit, ensures that ids increase in commit order. Otherwise, a reader
-        that has already received event 7 would miss event 6 if it is committed later.
+        that has already received event 7 would miss event 6 if event 6 were committed later.
         """
         if self._postgres:
             self._connection.execute(sa.select(sa.func.pg_advisory_xact_lock(sa.func.hashtextextended(job_id, 0))))

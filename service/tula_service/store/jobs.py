@@ -115,8 +115,8 @@ class Jobs(Repository):
         """Lock the job until this transaction ends, and return it; only one transaction at a time may plan or publish.
 
         The lock is FOR NO KEY UPDATE, so that other transactions can insert rows that refer to the job, such as events.
-        With FOR UPDATE, a transaction that holds a run or the lock of the job's events would have to wait for this lock
-        before it could insert a row.
+        With FOR UPDATE, a transaction that holds the lock of a run or of the job's events would have to wait for this
+        lock before it could insert a row.
         """
         row = sa.select(jobs.c.key).where(jobs.c.id == job_id)
         self._connection.execute(row.with_for_update(key_share=True))  # on SQLite, this is a plain query

@@ -106,9 +106,9 @@ def _current(connection: sa.Connection) -> str | None:
 def _refuse_unknown(current: str | None) -> None:
     if current is not None and current not in _revisions():
         raise SchemaMismatch(
-            f"The database has schema {current}, which is unknown to this version of Tula (up to {head_revision()}): "
-            "run `pip install --upgrade tula` if a later version created the database, or set --database to a new one "
-            "if it was created before the first release."
+            f"The database has schema {current}, which this version of Tula does not know (its newest is "
+            f"{head_revision()}): run `pip install --upgrade tula` if a later version created the database, or set "
+            "--database to a new database if this one was created before the first release."
         )
 
 

@@ -213,7 +213,10 @@ class Leases(Repository):
         return self._lease([key], holder, lease_s, self._now() + timedelta(seconds=lease_s), int(last) + 1)[0]
 
     def claim_launch(self, run: RunRecord) -> list[RunRecord]:
-        """Lease to the holder of `run` the pending runs that differ only in local batch size, and return them."""
+        """Lease the pending runs of the same launch to the holder of `run`, and return them.
+
+        Runs of the same launch differ only in local batch size.
+        """
         pending = sa.select(runs.c.key).where(*_same_launch(run), runs.c.state == "pending")
         keys = list(self._connection.execute(pending.with_for_update(skip_locked=True)).scalars())
         return self._lease(keys, run.holder, run.lease_s, run.lease_expires_at, run.lease)

@@ -125,7 +125,7 @@ class Samples(Repository):
         return stored
 
     def recent(self, run_key: int, *, limit: int = SUMMARY_ROWS, rank: int | None = None) -> SampleColumns:
-        """Return the `limit` measured rows of a run with the highest steps, in ascending order of steps."""
+        """Return the `limit` measured rows of a run that have the highest step numbers, in ascending order of steps."""
         names = ("step", "step_time_s", *_FLOATS, "straggler_rank")
         return SampleColumns(**self._measured(run_key, names, SampleFilter(rank=rank), limit))
 

@@ -286,7 +286,7 @@ def _noted(chunk: NewChunk) -> Iterator[tuple[str, int, int | None, float | None
 def _chunks(column: str, rank: int) -> sa.Select[tuple[int, str, bytes]]:
     """Return a query for the chunks of a rank that contain the column.
 
-    For a column that is rarely sent, most chunks need not be read or decompressed.
+    If a column is sent rarely, the query excludes most chunks, which are then neither read nor decompressed.
     """
     chunk = telemetry_chunks.c
     has_column = ("," + chunk.columns + ",").contains(f",{column},", autoescape=True)
@@ -294,7 +294,7 @@ def _chunks(column: str, rank: int) -> sa.Select[tuple[int, str, bytes]]:
 
 
 class _History:
-    """Collects a column of any length in bounded memory, by evenly thinning columns with more than MOST_POINTS.
+    """Collects a column of any length in bounded memory, by evenly thinning columns longer than MOST_POINTS points.
 
     The minimum and maximum of every interval are kept, so that no peak is lost; thinning hardly changes medians.
     """

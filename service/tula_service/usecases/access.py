@@ -123,7 +123,8 @@ def issue_token(
     """
     if not actor.is_admin and scope not in ("agent", "read"):
         raise Forbidden(
-            "Only administrators can create user and admin tokens: ask one of them, or create an agent or read token."
+            "Only administrators can create user and admin tokens: ask an administrator, or create an agent token or a "
+            "read token."
         )
     if scope == "agent" and job_id is None:
         raise InvalidInput("An agent token is bound to one job: set job_id.", field="job_id")
@@ -233,7 +234,7 @@ def token_state(token: Token, now: datetime) -> str:
 class KnownRuns:
     """Caches each run's key, job and project, which never change, and limits the rate of its `samples` events.
 
-    Request threads share an instance, so every access to its caches holds `_lock`.
+    Request threads share an instance, so its methods acquire `_lock` to access the caches.
     """
 
     def __init__(self, store: Store) -> None:
@@ -262,7 +263,7 @@ class KnownRuns:
             self._runs.pop(run_id, None)
 
     def should_emit_event(self, run_id: str) -> bool:
-        """Return True at most once per second for each run, since readers of events need no more."""
+        """Return True at most once per second for each run, since event readers need no more frequent events."""
         with self._lock:
             is_due = run_id not in self._announced
             if is_due:
@@ -271,7 +272,7 @@ class KnownRuns:
 
 
 class _Trusted(NamedTuple):
-    """A cached principal, with the monotonic times at which its secret must be checked again and expires."""
+    """A cached principal, with the monotonic times of its secret's next check and expiry."""
 
     check_at: float
     ends_at: float
@@ -282,8 +283,8 @@ class Access:
     """Authenticates secrets and caches the results for `cache_s` seconds, so that ingest needs few queries.
 
     A revocation takes effect immediately in the worker that handles it (`forget_all`), and within `cache_s` in other
-    workers. Request threads share an instance, so every access to its caches holds `_lock`. A thread that queried the
-    database before `forget_all` was called writes its result to the old cache, which is no longer read.
+    workers. Request threads share an instance, so its methods acquire `_lock` to access the caches. A thread that
+    queried the database before `forget_all` was called writes its result to the old cache, which is no longer read.
     """
 
     def __init__(self, store: Store, *, cache_s: float, tokenless_allowed: bool) -> None:

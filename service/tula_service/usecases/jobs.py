@@ -234,7 +234,7 @@ def _check(spec: wire.JobSpec) -> None:
             )
         if spec.usd_per_hour_of_waiting is not None:
             raise InvalidInput(
-                "usd_per_hour_of_waiting requires prices of nodes: set cluster.price.usd_per_node_hour, or leave "
+                "usd_per_hour_of_waiting requires node prices: set cluster.price.usd_per_node_hour, or leave "
                 "usd_per_hour_of_waiting out.",
                 field="usd_per_hour_of_waiting",
             )

@@ -53,9 +53,9 @@ def _device(entry: LedgerRecord, spec: JsonObject) -> str:
 
 
 def followed(tx: Transaction, job: JobRecord, configuration: Configuration) -> str | None:
-    """Return the id of a recommendation of this configuration that is its objective's newest, or None.
+    """Return the id of a recommendation of this configuration that is the newest for its objective, else None.
 
-    The recommendation for the job's own objective takes precedence.
+    If there are several, the recommendation for the job's own objective takes precedence.
     """
     for objective in sorted(get_args(Objective), key=lambda value: value != job.objective):
         entry = tx.ledger.latest(job.id, objective)

@@ -70,7 +70,7 @@ def _refuse_crossed(numbers: wire.ScalingThresholds) -> None:
 def _refuse_beyond_batches(spec: wire.JobSpec, numbers: wire.ScalingThresholds) -> None:
     """Raise InvalidInput if the fixed factor exceeds the ratio of the largest batch to the smallest.
 
-    A larger factor would ruin the training. Each agent further limits the factor according to its own batch.
+    A larger factor would ruin the training. Each agent also limits the factor according to its own batch.
     """
     batch = spec.batch
     smallest = numbers.small_batch_size or batch.min_local_batch_size

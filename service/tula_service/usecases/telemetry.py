@@ -132,7 +132,7 @@ def read_with_trend(
     names = _names(run, available)
     if query.column not in names:
         listed = ", ".join(names[:_MOST_NAMED]) + (", ..." if names[_MOST_NAMED:] else "") or "none yet"
-        raise NotFound(f"Run {query.run_id} has no column {query.column!r}; its columns: {listed}.", field="column")
+        raise NotFound(f"Run {query.run_id} has no column {query.column!r} (available: {listed}).", field="column")
     smooth = trend(steps, values, query.trend_points)
     raw = _series(query, names, total, *downsample(steps, values, query.max_points))
     return raw, None if smooth is None else _series(query, names, total, *smooth)

@@ -97,7 +97,7 @@ def test_upload_sends_what_waits_and_keeps_what_is_refused(sink: Sink, tmp_path:
     assert [envelope.path for envelope in read_records(kept)] == ["/v1/runs/r", "/v1/runs/r/samples"]
     again = CliRunner().invoke(command(upload), [str(tmp_path), "--url", sink.url])
     assert again.exit_code == 1
-    assert "1 were refused (" in again.stderr
+    assert "1 request(s) were refused (" in again.stderr
     assert "check TULA_URL and TULA_TOKEN, then upload the requests again or delete their files" in again.stderr
 
 

@@ -76,7 +76,7 @@ def test_the_first_rank_sends_the_timeline_once(sink: Sink, launch: Launch) -> N
 
 
 def timed(model: nn.Module, steps: int = TIMED_STEPS) -> dict[str, list[float]] | None:
-    """Return the timer's result after `steps` steps, and assert that there is none earlier.
+    """Return the timer's result after `steps` steps, and assert that it had none before.
 
     Before these steps, one backward pass lets DDP order its buckets.
     """

@@ -58,7 +58,7 @@ class Timed(torch.nn.parallel.DistributedDataParallel):
 
 @pytest.mark.parametrize("every_micro_step", [False, True])
 def test_every_reduction_of_a_step_counts_that_of_each_micro_step_and_each_model(every_micro_step: bool) -> None:
-    """Without `no_sync`, one model is all-reduced twice per step; the other, once. The times are read once or twice."""
+    """Without `no_sync`, one model is all-reduced twice per step and the other once; times are read once or twice."""
     models = [Timed(), Timed()]
     split = CommSplit(list(models), profiling=True)
     found = []

@@ -15,7 +15,7 @@ STATIC, CONTEXT, CAPACITY = 3 * 10**9, 5 * 10**8, 80 * 10**9
 
 
 def seen(batch: int, slope: int, fixed: int = 0, capacity: int = CAPACITY) -> dict[str, int]:
-    """Return the readings of a device whose memory is linear in the batch; a tenth of the slope is the batch itself."""
+    """Return the readings of a device whose memory use is linear in the batch; a tenth of the slope is input data."""
     grows = fixed + batch * slope
     batch_bytes = batch * slope // 10
     return {

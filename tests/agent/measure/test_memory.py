@@ -83,7 +83,7 @@ class Blocks(nn.Module):
 
 
 def test_recomputed_activations_are_seen_and_their_flops_count_once() -> None:
-    """The specification has the FLOPs without recomputation, since the service adds a third if the flag is set."""
+    """The specification excludes recomputed FLOPs, since the service adds a third for `activation_checkpointing`."""
     sample = torch.randn(8, 64, requires_grad=True)
     plain, recomputed = (estimate_memory(Blocks(recomputed=each), sample) for each in (False, True))
     assert not plain.model_spec("net")["activation_checkpointing"]

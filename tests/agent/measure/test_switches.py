@@ -17,7 +17,7 @@ OFF = {"precision": "fp32", "compile": "off", "checkpointing": "off", "num_worke
 
 
 class Network(nn.Module):
-    """A network of two layers, of which the second can be checkpointed."""
+    """A network of two layers; the second can be checkpointed."""
 
     def __init__(self, *, checkpoints: bool = False) -> None:
         super().__init__()
@@ -87,9 +87,9 @@ def test_a_script_that_follows_its_options_is_left_in_peace() -> None:
 @pytest.mark.parametrize(
     ("network", "autocast", "options", "sentence"),
     [
-        (Network(), None, {"precision": "bf16"}, "precision is bf16 in this run, but its forward pass computed in fl"),
-        (Network(), torch.bfloat16, {"precision": "fp32"}, "but its forward pass computed in bfloat16: use {precisio"),
-        (Network(), torch.bfloat16, {"precision": "fp16"}, "but its forward pass computed in bfloat16"),
+        (Network(), None, {"precision": "bf16"}, "is bf16 in this run, but its forward pass was computed in float32"),
+        (Network(), torch.bfloat16, {"precision": "fp32"}, "its forward pass was computed in bfloat16: use {precisio"),
+        (Network(), torch.bfloat16, {"precision": "fp16"}, "but its forward pass was computed in bfloat16"),
         (Network(), None, {"compile": "on"}, "compile is on in this run, but nothing was compiled: use {compile}"),
         (Network(), None, {"checkpointing": "on"}, "but no part of its forward pass was repeated in the backward"),
         (Network(checkpoints=True), None, {"checkpointing": "off"}, "but parts of its forward pass were repeated"),

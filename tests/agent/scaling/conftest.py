@@ -1,6 +1,6 @@
 """Provides a fixture that runs a job on several ranks, one process each, and collects the result of every rank.
 
-The tensors in these tests are so small that a second thread per rank would only wait, on a busy machine for minutes.
+The tensors in these tests are so small that a second thread per rank would only wait, for minutes on a busy machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trains for 60 or 25 steps in each scenario, or only in the scenarios named; prints one JSON line for all ranks.
+"""Trains for 60 or 25 steps in all scenarios or in those given as arguments; prints one JSON line for all ranks.
 
 Each rank trains on different data. Each record contains digests of the weights at several steps, so that a test can
 compare ranks.

@@ -1,4 +1,4 @@
-"""Tests gradient scaling with other PyTorch interfaces: each is supported, or one sentence says what to do instead."""
+"""Tests gradient scaling with other PyTorch interfaces: each is supported, or a message says what to do instead."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def sentences(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def hooks_on(parameter: torch.Tensor) -> int:
-    """Return the number of hooks of both kinds on a parameter; torch has no public way to list them."""
+    """Return how many backward and post-accumulate hooks a parameter has; torch has no public way to list them."""
     return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
 
 
@@ -203,7 +203,7 @@ def test_a_step_that_grad_scaler_skips_leaves_no_trace_however_gradients_are_cle
 
 
 def test_gradients_of_another_models_step_that_are_dropped_are_no_parts():
-    """A generator's backward pass runs through the critic; the script drops those gradients by `critic.zero_grad()`."""
+    """A generator's backward pass runs through the critic; the script drops its gradients with `critic.zero_grad()`."""
     scales = []
     for passes_through in (False, True):
         torch.manual_seed(0)

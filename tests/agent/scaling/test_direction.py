@@ -1,4 +1,4 @@
-"""Tests that a step's direction is levelled above the noise and keeps its length, and is SGD's without an estimate."""
+"""Tests that a step's direction is levelled above the noise, keeps its length, and is SGD's if there is no estimate."""
 
 from __future__ import annotations
 
@@ -374,7 +374,7 @@ def test_the_steps_of_other_optimizers_keep_their_directions(inner):
 
 
 def noises(optimizer: TulaOptimizer) -> list[float]:
-    """Return the noise V of each matrix, from the end of a checkpoint; other parameters have NaN there."""
+    """Return the noise V of each matrix from the end of a checkpoint, where all other parameters have NaN."""
     parameters = sum(len(group["params"]) for group in optimizer.param_groups)
     by_parameter: list[float] = optimizer.state_dict()["param_groups"][0]["tula"].tolist()[-parameters:]
     return [noise for noise in by_parameter if not math.isnan(noise)]

@@ -165,7 +165,7 @@ def test_parameters_removed_after_a_backward_pass_leave_no_held_gradient_behind(
 
 @pytest.mark.parametrize("observed", ["whole", "parts", "twice"])
 def test_the_batch_size_is_counted_from_observed_batches_for_telemetry_and_checkpoints(observed):
-    """The agent observes micro-batches and a script whole batches; steps that GradScaler skips do not count."""
+    """The agent observes micro-batches, a script may observe whole batches, and skipped steps do not count."""
     noise = {}
     for given in (True, False):
         model = network()

@@ -42,7 +42,7 @@ def test_one_rank_without_micro_steps_is_told_only_above_the_base_batch(small_ba
 
 @pytest.mark.parametrize(("longer", "said"), [(1.0, 0), (10.0, 1)])
 def test_gradients_that_are_regularly_clipped_are_named_once(longer, said, caplog):
-    """The gradients of every eighth step are `longer` times as long, like those of a second task."""
+    """In every eighth step, gradients are `longer` times as long, as if they came from a second task."""
     torch.manual_seed(0)
     model = nn.Linear(32, 8)
     optimizer = TulaOptimizer(sgd(model, lr=1e-4), global_batch_size=64, small_batch_size=8)
@@ -148,7 +148,7 @@ def test_policy_measure_reports_the_noise_scale_and_none_measures_nothing():
 
 @pytest.mark.parametrize("parts", [1, 4])
 def test_the_noise_scale_is_in_tokens_where_the_script_counts_them(parts):
-    """Batches that the agent also observes, without a size, do not count."""
+    """The agent also observes these batches, but without a size; its observations do not count."""
     scales = []
     for tokens in (None, 7.0):
         model = network()

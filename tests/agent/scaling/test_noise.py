@@ -1,4 +1,4 @@
-"""Tests that one step cannot dominate the averages of the gradient noise, and that jumps of gradients are clipped."""
+"""Tests that no step dominates the averages of the gradient noise, and that sudden jumps in gradients are clipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that probes measure the gradient of a small batch with a second backward pass, and change nothing else."""
+"""Tests that probes measure the gradient of a small batch with a second backward pass and have no side effects."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def layers() -> Iterator[nn.Module]:
 
 
 def slow_reduction(_state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with classes
-    """Reduce a bucket in twice the time that everything else in a step takes, on every rank."""
+    """On every rank, make the reduction of a bucket take twice as long as the rest of a step."""
     reduced = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
 
     def done(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:

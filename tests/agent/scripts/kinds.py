@@ -74,7 +74,7 @@ def own_batches_accumulated() -> None:
 
 
 def loader_per_episode(batches: int = 1) -> None:
-    """Train in episodes with new data each, as in federated learning; only rank 0 frees the data of past episodes."""
+    """Train in episodes that each have new data, as in federated learning; only rank 0 frees past data."""
     model, optimizer = classifier()
     kept = []
     for _ in range(4 * PASSES // batches):
@@ -182,7 +182,7 @@ def dispatched() -> None:
 
 
 def finds_its_batch(first: int = BATCH, fits: int = 5) -> None:
-    """Try batches of 8, 7, 6 and 5, of which only the last fits."""
+    """Try batches of 8, 7, 6 and 5; only the last fits."""
     from accelerate.utils import find_executable_batch_size
 
     model, optimizer = classifier()
@@ -242,7 +242,7 @@ def reduced_every_micro_step() -> None:
 
 
 def joined(most: int = 104) -> None:
-    """Train ranks with different numbers of batches, of which the first rank has the fewest."""
+    """Train ranks with different numbers of batches; the first rank has the fewest."""
     model, optimizer = classifier()
     for _ in range(PASSES // 10):
         with model.join():

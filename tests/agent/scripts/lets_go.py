@@ -1,4 +1,4 @@
-"""Trains with everything that the agent hooks into, and prints which objects are alive after the script drops them.
+"""Trains with everything that the agent hooks into, and prints which objects stay alive after the script drops them.
 
 lets_go.py finish|leave: the script calls `run.finish()`, or the run ends only with the process.
 """

@@ -36,7 +36,7 @@ class Module(pl.LightningModule):
 
 
 class Pulls(Module):
-    """A module whose training step takes the batches from the loader itself."""
+    """A module whose training step fetches its own batches from the loader."""
 
     def training_step(self, dataloader_iter):
         batch, index, _ = next(dataloader_iter)

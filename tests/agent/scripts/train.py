@@ -76,7 +76,7 @@ def happen(name: str, model: nn.Module, run: Any) -> None:
 
 
 def end(name: str) -> None:
-    """End this process by `sys.exit`, without exit functions, or by a signal."""
+    """End this process by `sys.exit`, by `os._exit`, or by a signal."""
     if name == "leave":
         sys.exit(3)
     if name == "exit":
@@ -100,7 +100,7 @@ def fork_a_child_that_logs(run: Any) -> None:
 
 
 def write_half(and_die: bool) -> None:
-    """Write only half of each record for the spool; then kill the process, or continue as with a full disk."""
+    """Write only half of each record for the spool; then kill the process, or continue as if the disk were full."""
     write = os.write
 
     def half(descriptor: int, data: bytes) -> int:

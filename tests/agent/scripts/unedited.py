@@ -1,4 +1,4 @@
-"""Trains in a loop that never calls the agent, with the hook's optimizer callback; evaluates in every fifth step."""
+"""Trains in a loop that never calls the agent, with the hook's optimizer callback; evaluates after every fifth step."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Trains in a process that configures the OpenTelemetry SDK (except with `--without`); prints the metrics it reads."""
+"""Trains in a process that configures the OpenTelemetry SDK (except with `--without`); prints the collected metrics."""
 
 import sys
 

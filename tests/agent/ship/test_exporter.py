@@ -89,7 +89,7 @@ def test_a_request_whose_sending_raises_waits_for_the_next_delivery(tmp_path: Pa
 
 
 def test_a_request_written_to_disk_during_the_last_replay_stays_there(tmp_path: Path) -> None:
-    """The service accepts the request on disk only after the end of the run has written the queue to disk."""
+    """The service accepts the replayed request only after `close` has written the queue to disk."""
     items = [SpooledRequest("POST", "/v1/runs/r/samples", b'{"n": %d}' % n, 1) for n in range(2)]
     answered = threading.Event()
 
@@ -258,7 +258,7 @@ class Stuck:
 def test_one_deadline_holds_for_service_store_and_disk_at_the_end(
     sink: Sink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All three hang, but together they take no longer than one of them may."""
+    """All three hang, but together they take no longer than one of them may take."""
     sink.behaviour = "hang"
     config = read_config({"TULA_URL": sink.url, "TULA_RUN_ID": "r", "TULA_SPOOL_DIR": str(tmp_path)})
     assert config is not None

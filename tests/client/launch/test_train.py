@@ -1,4 +1,4 @@
-"""Tests `tula run`: smaller configurations after an out-of-memory error, restarts after pre-emption, resumed calls."""
+"""Tests `tula run`: smaller configurations after out-of-memory errors, restarts after pre-emption, and resuming."""
 # ruff: noqa: ARG001 (fakes take what the real ones take)
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def trained_with(attempts):
 
 
 def script(*fates):
-    """Simulate successive commands, each given as (status, writes a checkpoint); return a function of the service."""
+    """Return a function that, given a service, simulates commands described as (status, writes a checkpoint)."""
     left = list(fates)
 
     def fate(command, environment, log):

@@ -87,7 +87,7 @@ def test_the_allocator_of_a_launched_command_has_segments_that_grow_unless_the_u
 
 
 def test_a_command_gets_a_token_for_its_job_that_expires_and_never_the_users(tmp_path):
-    """Every rank, and each of its child processes, once had the token of the user or the administrator."""
+    """Every rank, and each of its child processes, once received the token of the user or the administrator."""
     service, notes = FakeService([configuration(1, 32), configuration(2, 32)]), Notes()
     bench = Bench(tmp_path, service, measured(service), notes)
     tune(bench, service)

@@ -148,7 +148,7 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_the_folder_and_its_files_are_the_users_alone(tmp_path: Path) -> None:
-    """Logs and states may contain tokens and output. The folder of an earlier version gets the same permissions."""
+    """Logs and states may contain tokens and output. An existing folder loses its wider permissions."""
     (tmp_path / ".tula" / "old").mkdir(parents=True, mode=0o755)
     umask = os.umask(0o022)
     try:

@@ -92,7 +92,7 @@ def test_the_plan_ends_with_the_very_candidate_measured_that_is_recommended(
 
 @pytest.mark.parametrize("ranks", [1, 64])
 def test_a_few_steps_that_are_alike_by_chance_do_not_outweigh_the_other_batches_of_their_launch(ranks: int) -> None:
-    """Ten equally slow steps look precise even if slow steps are random; the launch's other batches show the spread.
+    """Ten steps may be equally slow by chance and so look precise; the launch's other batches show the true spread.
 
     All ranks except the first send one sample per run, whatever its length.
     """
@@ -159,7 +159,7 @@ def test_the_learning_rate_of_the_candidates_is_that_of_the_reason() -> None:
 @pytest.mark.parametrize("steps", [20, 200])
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_the_line_of_quality_and_the_reason_agree_on_the_noise_and_on_who_scales(steps: int, nodes: int) -> None:
-    """The learning rate may use the noise of short runs, but the batch bound may not; one rank measures no noise."""
+    """The learning rate may use the noise of short runs, but the batch bound may not; one rank cannot measure noise."""
     facts = {"epochs": 1000, "cluster": {"min_nodes": nodes, "max_nodes": nodes, "ranks_per_node": 1}}
     data = replace(job(**facts), profiled_noise=[np.full(steps, 50_000.0)])
     fields = explanation.recommendation_fields(answer_of(data, "time"), None)
@@ -175,7 +175,7 @@ def test_the_line_of_quality_and_the_reason_agree_on_the_noise_and_on_who_scales
 
 @pytest.mark.parametrize("counted", [True, False])
 def test_memory_of_a_sharded_job_is_predicted_for_each_number_of_ranks(counted: bool) -> None:
-    """The ranks share the state of 2e9 parameters under Adam, 32 GB, which the agent or the specification counts."""
+    """The ranks share 32 GB of training state (2e9 parameters, Adam), known from the agent or the specification."""
     shared, per_example, fixed = 32e9, 50e6, 0.2e9
 
     def reading(c: wire.Configuration) -> MemoryReading:
@@ -323,7 +323,7 @@ def test_waiting_for_data_is_a_term_and_what_it_costs_is_said() -> None:
         total = terms.input_time_s + terms.compute_time_s + terms.exposed_comm_time_s
         assert total == pytest.approx(candidate.step_time_s.value)
     (said,) = [each for each in explanation.model_report(answer).warnings if "waits for data" in each]
-    assert "workers of the data loader would save up to" in said
+    assert "faster data-loader workers would save up to" in said
     assert "$" in said
     assert not any("waits for data" in each for each in explanation.model_report(answer_of(job())).warnings)
 
@@ -405,7 +405,7 @@ def test_the_first_guess_of_a_small_batch_is_its_operations_times_a_launch() -> 
 
 
 def test_energy_is_predicted_from_the_power_that_runs_read_and_the_least_of_it_chosen() -> None:
-    """Twice the ranks are less than twice as fast, so one node uses the least energy but the most time."""
+    """Twice the ranks are less than twice as fast, so one node uses the least energy but takes the longest."""
     data, _ = profiled(job(cluster={"max_nodes": 4, "ranks_per_node": 2, "price": {"usd_per_node_hour": 3.0}}))
     data = replace(data, spec=data.spec.model_copy(update={"usd_per_kwh": 0.3, "gco2_per_kwh": 400.0}))
     absent = explanation.recommendation_fields(answer_of(data, "energy"), None)

@@ -13,7 +13,7 @@ def scale_from(pairs: np.ndarray) -> float:
 
 
 def ledger(rng: np.random.Generator, sd: float, pairs: int = 400) -> np.ndarray:
-    """Return predictions, both ends of their intervals, and measurements, shape (pairs, 4)."""
+    """Return predictions, both ends of their intervals, and measurements as an array of shape (pairs, 4)."""
     predicted = rng.uniform(0.1, 1.0, pairs)
     return np.column_stack([predicted, predicted / 1.1, predicted * 1.1, predicted * np.exp(rng.normal(0, sd, pairs))])
 

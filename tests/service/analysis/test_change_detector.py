@@ -97,7 +97,7 @@ def test_a_speed_just_inside_a_wide_interval_never_alarms(interval, place):
 
 
 def confirmed_alarms(times, width):
-    """Return (step, alarm) of a run that sends ten samples at a time: all steps up to 100, then every fifth step."""
+    """Return (step, alarm) of a run that samples 100 steps and then every fifth, and sends ten samples at a time."""
     at = np.concatenate([np.arange(100), np.arange(100, times.size, 5)])
     state, found = DriftState.expecting(1.0 / (1.0 + width), 1.0 + width), []
     for seen in range(10, at.size + 1, 10):

@@ -1,4 +1,4 @@
-"""Tests the sentences that explain why a candidate or none was chosen, which limits decided, and what they cost."""
+"""Tests the sentences that say why a candidate was chosen or none was, which limits decided, and what they cost."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_where_nothing_keeps_the_limits_safely_the_reason_says_only_that_with_th
         choice = chosen_for(objective, found, deadline_s=limit)
         assert choice.chosen.configuration.num_nodes == 2
         assert "within the limits" not in explain_choice(choice)
-        assert f"the fastest takes {duration(mean)}, {duration(high)} at the upper end" in explain_choice(choice)
+        assert f"the fastest takes {duration(mean)}, or {duration(high)} at the upper end" in explain_choice(choice)
         chances.append(int(re.search(r"with a probability of (\d+) %", explain_choice(choice))[1]))
     assert chances[0] == 50
     assert chances == sorted(chances)
@@ -82,7 +82,7 @@ def test_where_nothing_keeps_the_limits_the_reason_names_them_and_what_they_woul
 def test_the_least_time_is_said_where_a_limit_excludes_what_would_else_be_chosen(objective, limit):
     slow, fast = estimates((1, 64, 0.4), (4, 64, 0.6))
     tight = {"deadline_s": fast.time_s.high * 1.01, "budget_usd": slow.cost_usd.high * 1.01}[limit]
-    said = f"Without deadline and budget, the fastest takes {fast.time_s.mean:.3g} s, {fast.time_s.high:.3g} s at the"
+    said = f"Without deadline and budget, the fastest takes {fast.time_s.mean:.3g} s, or {fast.time_s.high:.3g} s at"
     limited = chosen_for(objective, [slow, fast], **{limit: tight})
     assert limited.within_limits_is_likely
     assert said in explain_choice(limited)

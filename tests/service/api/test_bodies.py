@@ -25,12 +25,12 @@ CLEAR = Path("/proc/self/clear_refs")
 
 
 def filled(head: bytes, unit: bytes, tail: bytes, size: int) -> bytes:
-    """Return a body of about `size` bytes with as many units as fit."""
+    """Return a body of about `size` bytes, filled with repetitions of `unit`."""
     return head + unit * ((size - len(head) - len(tail)) // len(unit)) + tail
 
 
 def numbered(head: bytes, form: str, tail: bytes, size: int) -> bytes:
-    """Return a body of about `size` bytes with as many members as fit, each with a different name."""
+    """Return a body of about `size` bytes, filled with members that have different names."""
     members: list[bytes] = []
     left = size - len(head) - len(tail)
     while left > 0:
@@ -80,7 +80,7 @@ INGEST = (("POST", routes.RUN_SAMPLES), ("POST", routes.RUN_TELEMETRY))
 
 
 def test_a_larger_body_is_413_on_every_route_declared_or_not(service: Service, red: Tenant) -> None:
-    """The service refuses the body before its end, and may close the connection of a client that continues."""
+    """The service refuses the body before its end, and may close the connection of a client that keeps sending."""
     admin = service.token("admin")
 
     def undeclared(size: int) -> Iterator[bytes]:
@@ -159,7 +159,7 @@ def test_a_slow_body_is_answered_408(service: Service, red: Tenant, monkeypatch:
 def test_measurements_of_a_deleted_run_get_404_and_reach_no_other_run(
     database_url: str, start: Callable[..., Service]
 ) -> None:
-    """SQLite reuses the key of a deleted run for the next run, and a worker may still remember the old one."""
+    """SQLite reuses the key of a deleted run for the next run, and a worker may still remember the deleted run."""
     service = start(database_url)
     red = service.tenant("red")
 

@@ -1,4 +1,4 @@
-"""Tests with real servers, processes and kills that acknowledged data are stored, and only once."""
+"""Tests with real servers, processes and kills that acknowledged data are stored exactly once."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def calls_of(trace: str) -> Iterator[Call]:
 
 
 def acknowledged(calls: list[Call]) -> Iterator[tuple[str, int, int]]:
-    """Yield (first line, end of reading, start of the response) for each request for a change that got a 2xx."""
+    """Yield (first line, end of reading, start of the response) for each request that changes data and got a 2xx."""
     asked: dict[str, tuple[str, int]] = {}
     for call in sorted(calls, key=lambda one: one.ended):
         if call.name.startswith(("read", "recv")) and call.result > 0:

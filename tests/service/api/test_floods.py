@@ -129,7 +129,7 @@ def test_a_body_is_not_read_before_its_sender_is_known(service: Service, slow: s
 def test_slow_bodies_of_one_token_take_no_room_of_others(
     sqlite_url: str, start: Callable[..., Service], slow: str
 ) -> None:
-    """The bodies count only against their sender, which may have as many requests in flight as all agents together."""
+    """The bodies count only against their sender; its limit on open requests equals that of all agents together."""
     service = start(sqlite_url, max_in_flight=16)
     red, blue, (method, route) = service.tenant("red"), service.tenant("blue"), SLOW[slow]
     path = route.format(run_id=red.run_id, job_id=red.job_id)
@@ -216,7 +216,7 @@ def test_requests_of_agents_and_others_do_not_take_each_others_room(
 def test_refusals_probes_and_static_files_wait_for_no_ordinary_thread(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A liveness probe that waits for a slow request causes a restart, and a refused agent would wait as long."""
+    """A liveness probe that waited for slow requests would cause a restart; a refused agent would wait as long."""
     red, released = service.tenant("red"), threading.Event()
     monkeypatch.setattr("tula_service.api.jobs.jobs.get", lambda *_: released.wait() and None)
 

@@ -161,7 +161,7 @@ def test_no_path_leads_out_of_the_static_files(service: Service, name: str) -> N
 
 
 def test_an_accepted_job_keeps_such_names_as_they_are(service: Service, red: Tenant, watch: Watch) -> None:
-    """The job is registered, planned, recommended and drawn, and its name remains only a name."""
+    """The job is registered, planned, given a recommendation and drawn in charts; its name remains only a name."""
     spec = SPEC.model_dump(mode="json") | {"name": HOSTILE[0], "model": {"name": HOSTILE[1]}}
     with service.client(red.user) as client:
         made = client.post(routes.JOBS, json=spec)

@@ -1,4 +1,4 @@
-"""Tests that agents' data are stored completely and once, or are refused with a message that names field and remedy."""
+"""Tests that agents' data are stored completely and once, or refused with a message that names the field and remedy."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class TestRefusals:
 
 
 class TestReadingBack:
-    """Tests that thinning a column keeps everything that matters."""
+    """Tests how columns are read back, and that thinning preserves the extremes and the last value of a column."""
 
     def test_a_thinned_column_keeps_its_extremes(
         self, service: Service, red: Tenant, post: Callable[..., httpx.Response]

@@ -87,7 +87,7 @@ def test_a_refusal_without_a_right_token_asks_for_one_and_is_no_latency_of_the_s
 def test_a_burst_of_wrong_tokens_is_answered_up_to_the_limit(
     sqlite_url: str, start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch, page: bool
 ) -> None:
-    """A few tokens at a time are looked up, since a valid one may be among them; the login page counts, too."""
+    """A few tokens at a time are looked up, since one may be valid; attempts on the login page count as well."""
     monkeypatch.setattr(limits, "FAILED_PER_MINUTE", 5)
     service = start(sqlite_url)
     service.token("user")

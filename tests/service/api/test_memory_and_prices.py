@@ -135,7 +135,7 @@ def test_spot_at_no_interruptions_is_on_demand_and_each_more_costs_more_time_and
 
 
 def test_spot_whose_interruptions_let_no_training_finish_leaves_the_candidates_on_demand(client: httpx.Client) -> None:
-    """The training time would be infinite, which JSON cannot express; such a job was once refused, and yet stored."""
+    """The training time would be infinite, which JSON cannot express; such a job was once refused yet stored."""
     spot = {"usd_per_node_hour": 1.0, "interruptions_per_node_hour": 60.0, "checkpoint_interval_s": 7200.0}
     job_id = register(client, {"price": {"usd_per_node_hour": 2.0, "spot": spot}}, objective="cost")
     found = recommended(client, job_id)

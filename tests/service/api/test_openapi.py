@@ -160,7 +160,7 @@ def test_a_client_generated_from_the_document_does_the_whole_loop(
 
 
 def whole_loop(models: Any, call: Callable[..., Any]) -> None:
-    """Register, profile, recommend, predict and receive a refusal with a generated package's models and calls."""
+    """Register, profile, recommend, predict and be refused, with the models and calls of a generated package."""
     spec = models.JobSpec.from_dict(EXAMPLES["JobSpec"] | {"name": "generated"})
     created = call("jobs.create_job", body=spec)
     assert created.recommendation.basis == models.Basis.PRIOR

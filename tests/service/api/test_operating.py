@@ -218,7 +218,7 @@ NAME = 'net "v2" \\ half'
 
 
 def start_training(client: httpx.Client, **limits: object) -> tuple[str, str]:
-    """Start a training run of a job with a name that a label must escape; return the ids of job and run."""
+    """Start a training run of a job whose name must be escaped in labels; return the ids of job and run."""
     spec = SPEC.model_dump(mode="json") | {"name": NAME, "epochs": 10} | limits
     spec["cluster"] = {"max_nodes": 4, "price": {"usd_per_node_hour": 3600.0}}
     spec["model"] = {"name": "digits-net", "tokens_per_example": 100}

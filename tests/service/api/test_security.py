@@ -155,7 +155,7 @@ def test_a_read_token_reads_its_project_and_changes_nothing(service: Service, re
 
 
 def test_users_make_read_tokens_of_their_own_project_only(service: Service, red: Tenant) -> None:
-    """Another project is not found; if the request names no project, the token is for the user's own."""
+    """Another project is not found; if the request names no project, the token is for the user's project."""
     with service.client(red.user) as user:
         made = user.post(routes.TOKENS, json={"name": "viewer", "scope": "read"})
         assert made.status_code == 201

@@ -100,7 +100,7 @@ class Traffic:
 
 @pytest.mark.parametrize("way", WAYS if "TULA_WRITERS_S" in os.environ else WAYS[:1])
 def test_writers_claims_changes_and_deletions_meet_without_deadlock(alone: PostgresServer, way: str) -> None:
-    """With two workers, acknowledged data are stored, no response is a 5xx, and the server's log names no deadlock."""
+    """With two workers, acknowledged data are stored, no response is a 5xx, and the server logs no deadlock."""
     database = alone.create_database("writers")
     migrate(database)
     prepared = prepare(database, profile_runs=50)

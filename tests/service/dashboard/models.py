@@ -47,7 +47,7 @@ def grid(*, priced: bool = True) -> list[wire.Candidate]:
 def recommendation(
     candidates: list[wire.Candidate] | None = None, *, knee: bool = True, basis: wire.Basis = "profiled"
 ) -> wire.Recommendation:
-    """Return a recommendation over these candidates, of which the second fastest is chosen."""
+    """Return a recommendation that chooses the second fastest of these candidates."""
     found = grid() if candidates is None else candidates
     allowed = sorted((c for c in found if c.excluded_by is None), key=lambda c: c.total_time_s.value)
     cheap = sorted((c for c in allowed if c.cost_usd is not None), key=lambda c: c.cost_usd.value)  # type: ignore[union-attr]
@@ -77,7 +77,7 @@ def recommendation(
 
 
 def effects() -> list[wire.OptionEffect]:
-    """Return an option value that was launched and halves the time, and one that is expected to save a little."""
+    """Return the effects of two option values: one was launched and halves the time; one should save a little."""
     half, little = ({"value": v, "low": v * 0.9, "high": v * 1.1} for v in (0.5, 0.95))
     bf16 = {"option": "precision", "value": "bf16", "base": "fp32", "launched": True, "recommended": True}
     on = {"option": "compile", "value": "on", "base": "off", "launched": False, "recommended": False, "most_gain": 0.1}

@@ -190,7 +190,7 @@ def test_a_thinned_series_says_how_many_points_there_were() -> None:
 
 
 def test_a_value_at_every_tenth_step_is_drawn_as_a_line_with_its_points() -> None:
-    """Vega-Lite draws no line between nulls, so the chart of a loss logged at every tenth step was blank."""
+    """Vega-Lite draws no line between nulls, so the chart of a loss logged at every tenth step was once blank."""
     series = models.series("loss", points=120)
     sparse = series.model_copy(update={"values": [v if i % 10 == 5 else None for i, v in enumerate(series.values)]})
     spec = run_chart("loss", models.run(), {"loss": sparse})
@@ -256,19 +256,19 @@ def test_any_set_of_candidates_is_drawn_and_none_is_invented(found: list[tuple[i
 
 @pytest.mark.parametrize("ground", ["#ffffff", "#12181e"])
 def test_every_series_colour_holds_three_to_one_on_both_grounds(ground: str) -> None:
-    """WCAG 2.1 requires this contrast of graphical objects (1.4.11)."""
+    """WCAG 2.1 requires a contrast of 3:1 for graphical objects (1.4.11)."""
     for colour in PALETTE:
         assert contrast(colour, ground) >= 3.0, colour
 
 
 def contrast(first: str, second: str) -> float:
-    """Return the contrast ratio of WCAG 2.1."""
+    """Return the contrast ratio as WCAG 2.1 defines it."""
     lights = sorted((luminance(first), luminance(second)))
     return (lights[1] + 0.05) / (lights[0] + 0.05)
 
 
 def luminance(colour: str) -> float:
-    """Return the relative luminance of WCAG 2.1."""
+    """Return the relative luminance as WCAG 2.1 defines it."""
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -336,7 +336,7 @@ def test_runs_that_fit_as_well_and_validate_worse_at_a_larger_batch_get_a_senten
     trained(256, 0.5, 0.60)  # lacks steps: its loss is high, too
     assert "regularisation" not in browser.page(f"/jobs/{job_id}/quality")
     trained(512, 0.09, 0.66)
-    assert "validation is 5.0 points worse: the larger batch lacks regularisation" in browser.page(
+    assert "5.0 points lower with the larger batch, which lacks regularisation" in browser.page(
         f"/jobs/{job_id}/quality"
     )
 
@@ -601,7 +601,7 @@ def test_sign_in_never_leads_to_another_host(browser: Browser, target: str) -> N
 
 
 def test_a_cookie_does_not_write_for_another_site(browser: Browser) -> None:
-    """Against cross-site request forgery, the cookie permits writes only from this service's own pages."""
+    """To prevent cross-site request forgery, the cookie permits writes only from this service's own pages."""
     browser.cookies.set(COOKIE, token(browser, "admin"))
     body = {"name": "mine"}
     for headers in ({"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}, {"Origin": "http://evil"}, {}):

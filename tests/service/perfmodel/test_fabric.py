@@ -126,10 +126,10 @@ def timed(total_mib: float, cap_mib: float, lateness: float) -> tuple[np.ndarray
 
 
 def test_the_prior_follows_simulated_steps() -> None:
-    """The cases have 1 MiB to 1.3 GiB of gradients, evenly or increasingly spaced, and links of 0.2 to 100 Gbit/s.
+    """The cases have 1 MiB to 1.3 GiB of gradients, 2 to 16 nodes, and links of 0.2 to 100 Gbit/s.
 
-    Compute takes a third to three times as long as the collectives of four nodes. There are 2 to 16 nodes, and batches
-    of half to four times the timed batch.
+    Buckets become ready at equal or growing intervals. Compute takes a third to three times as long as the collectives
+    of four nodes, and batches are half to four times as large as the timed batch.
     """
     missed = []
     cases = product([(1.0, 0.25), (5.0, 1.0), (100.0, 25.0), (1300.0, 25.0)], [1.0, 2.5], [0.2, 1.0, 10.0, 100.0])

@@ -1,4 +1,4 @@
-"""Tests that waits for data are fitted to runs with and without waits, and are a term of the prediction."""
+"""Tests that runs with and without waits for data determine the predicted wait, which is a part of the step time."""
 
 from __future__ import annotations
 

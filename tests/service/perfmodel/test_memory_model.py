@@ -1,4 +1,4 @@
-"""Tests that the memory model recovers lines, uses out-of-memory failures, and is as safe as stated."""
+"""Tests that the memory model recovers linear growth, uses out-of-memory failures, and is as safe as stated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that designs equal those from a full covariance matrix, and are computed fast with many candidates."""
+"""Tests that designs equal those from a full covariance matrix, and are computed quickly for many candidates."""
 
 from __future__ import annotations
 

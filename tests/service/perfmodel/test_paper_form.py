@@ -1,4 +1,4 @@
-"""Tests that the paper's equation 2 recovers its data, and that `overlap` replaces it where it cannot be fitted."""
+"""Tests that the paper's equation 2 fits data that follow it, and that `overlap` replaces it if it cannot be fitted."""
 
 from __future__ import annotations
 

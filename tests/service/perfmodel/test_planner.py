@@ -38,7 +38,7 @@ def fitted(done, candidates, time=step_time) -> StepTimeModel | None:
 
 
 def work_through(search: Search, candidates, goal=GOAL, budget=None, time=step_time, **options):
-    """Run the plan to its end, and return all configurations in order and the reason for the end."""
+    """Run the plan to its end, and return all configurations in order and the reason why it ended."""
     done: list[Configuration] = []
     while True:
         step = plan(search, candidates, fitted(done, candidates, time), goal=goal, budget=budget, **options)
@@ -138,7 +138,7 @@ def test_a_price_per_gigabyte_hour_counts_as_one_gigabyte_a_rank():
     ids=["time", "cost", "balanced", "without prices", "waiting", "more steps"],
 )
 def test_the_design_aims_at_what_the_choice_wants_small(goal):
-    """Before any run, the design's value of each candidate equals that of the later choice, up to a common factor."""
+    """Before any run, the design and the later choice value all candidates alike, up to a common factor."""
     model = unmeasured_model(Priors({"default": generic_prior()}), GRID)
     result = recommend(GRID, model, goal)
     wanted = np.log([goal.value(estimate).mean for estimate in result.estimates])
@@ -267,7 +267,7 @@ def test_single_runs_include_the_smallest_cluster_after_the_largest():
 
 
 def test_a_design_varies_the_micro_steps_of_a_job_that_accumulates():
-    """Only different numbers of micro-steps separate the once-per-step part from the others."""
+    """Only runs with different numbers of micro-steps separate the once-per-step part from the others."""
     candidates = [make_configuration(nodes, 4, 32, steps) for nodes in (1, 2, 4, 8) for steps in (1, 2, 4, 8)]
     chosen = design(candidates, Priors(), 4)
     assert len({c.grad_accum_steps for c in chosen}) >= 2

@@ -297,7 +297,7 @@ def test_jobs_that_inherit_a_network_and_stay_on_one_gpu_do_not_make_the_next_su
 
 
 def test_lessons_of_other_networks_count_until_three_cluster_sizes_were_measured():
-    """From three cluster sizes on, the job's own collectives are better than those of other networks."""
+    """After three cluster sizes, the job's own runs predict its collectives better than other networks do."""
     lessons = Lessons(other_networks={"default": ((learned(S_INTER, -1.0), 1.0),)})
     facts = ModelFacts(25e6, 4e9, 1e8, 1e8)
     hardware = {"default": Hardware(peak_tflops=15.0, inter_node_gbps=10.0, memory_gb_per_s=900.0)}

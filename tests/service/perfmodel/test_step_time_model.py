@@ -1,4 +1,4 @@
-"""Tests that the step-time model recovers its data's parameters, has valid intervals, and rejects invalid input."""
+"""Tests that the step-time model recovers known parameters, has valid intervals, and rejects invalid input."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_half_of_a_slow_cluster_of_the_base_is_expected_of_the_variants_that_sta
 
 
 def test_a_variant_starts_from_what_the_runs_of_the_base_say_of_parameters_jointly() -> None:
-    """Three batches of the base tie its parameters together, so one batch of a variant tells more about the others."""
+    """Three batches of the base tie its parameters together, so one batch of a variant predicts its others better."""
     measured = fitted([at(1, batch, BASE) for batch in (32, 64, 256)]).posteriors
     joint, base = start_of_variant(Variant("default", HALF), measured, Priors(base=BASE))
     assert joint is not None

@@ -1,4 +1,4 @@
-"""Tests that SQLite and Postgres fulfil the same contract of the store."""
+"""Tests that SQLite and Postgres fulfil the same store contract."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class TestJobs:
             assert (tx.jobs.list(search="night\0").jobs, tx.jobs.list(search="\0").total) == ([], 0)
 
     def test_a_search_finds_every_name_with_this_part_and_no_other_page_by_page(self, store: Store) -> None:
-        """The part may have any length and characters; the search must equal a comparison with each name."""
+        """The part may have any length and contain any characters; the result must equal a search through all names."""
         names = ["a_b", "aXb", 'say "abc"', "ABCD", "abd bcd", "Größe", "ab", "x*y-z OR w", "net"]
         made = [a_job(store, name=name, model_name="NET").id for name in names]
         with store.transaction() as tx:

@@ -1,4 +1,4 @@
-"""Tests that reading a long run costs no more than reading a short one, in steps of SQLite's virtual machine."""
+"""Tests that reading a long run takes no more steps of SQLite's virtual machine than reading a short one."""
 
 from __future__ import annotations
 

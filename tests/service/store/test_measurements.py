@@ -36,7 +36,7 @@ class TestSamples:
             assert tx.samples.add(run.key, job.id, samples(15, boot_id="restarted")) == 15
 
     def test_samples_and_a_change_of_their_run_wait_for_each_other_in_turn(self, postgres_url: str) -> None:
-        """Each locks the job and the run; if the orders differed, each could hold a lock that the other needs."""
+        """Both transactions lock the job before the run; otherwise, each could hold a lock that the other needs."""
         store = Store.open(postgres_url)
         job = a_job(store)
         run = a_run(store, job.id)

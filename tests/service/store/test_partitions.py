@@ -1,4 +1,4 @@
-"""Tests monthly telemetry on Postgres: counted once, dropped whole, and only after a month is in the archive."""
+"""Tests that Postgres stores each telemetry chunk once, and drops whole months only after they are in the archive."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def rows_of(store: Store, name: str) -> int:
 
 
 def tables(store: Store) -> set[str]:
-    """Return all tables of telemetry, attached or not."""
+    """Return all telemetry tables, whether attached or not."""
     found = "SELECT relname FROM pg_class WHERE relname LIKE 'telemetry_chunks%%' AND relkind IN ('r', 'p')"
     with store.reading() as tx:
         return set(tx.connection.exec_driver_sql(found).scalars())

@@ -1,4 +1,4 @@
-"""Tests that old archived jobs, interrupted deletions and old events are removed, and nothing else."""
+"""Tests that pruning removes old archived jobs, partly deleted jobs and old events, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that schemas of every release are upgraded with their data, equal the tables, and are refused if wrong."""
+"""Tests that the schema of every release is upgraded with its data, and that a wrong schema is refused."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def overlapping(c: wire.Configuration, *, bandwidth: float = 1.0) -> float:
 
 @dataclass
 class Cluster:
-    """Runs what the plan asks for; `noise` is the relative spread of steps, `capacity_bytes` the memory of a rank."""
+    """Runs what the plan asks for; `noise` is the relative spread of step times, `capacity_bytes` a rank's memory."""
 
     store: Store
     step_time: Callable[[wire.Configuration], float] = overlapping
@@ -136,6 +136,6 @@ class Cluster:
         return jobs.get(self.store, self.principal, job_id)
 
     def events(self, job_id: str, kind: str) -> list[dict[str, Any]]:
-        """Return the data of all events of this kind, the oldest first."""
+        """Return the data of all events of this kind, oldest first."""
         with self.store.reading() as tx:
             return [event.data for event in tx.events.after(job_id, 0, limit=1000) if event.kind == kind]

@@ -271,7 +271,7 @@ def test_a_launcher_that_claims_is_asked_for_a_probe(cluster: Cluster) -> None:
 
 
 def test_the_largest_model_has_a_bounded_number_of_buckets() -> None:
-    """Without a bound, 2**50 parameters in buckets of 25 MiB took gigabytes, and half a minute of each registration."""
+    """Without a bound, 2**50 parameters in buckets of 25 MiB took gigabytes and half a minute for each registration."""
     largest, ordinary = Buckets.of(4.0 * 2**50), Buckets.of(4.0 * 2**40)
     assert (largest.size_bytes.size, ordinary.size_bytes.size) == (100_000, 100_000)
     assert largest.size_bytes.sum() == pytest.approx(4.0 * 2**50)

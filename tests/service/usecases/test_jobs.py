@@ -1,4 +1,4 @@
-"""Tests that a job is registered once however often it is sent, and that an impossible job gets one clear sentence."""
+"""Tests that a job is registered once, however often it is sent, and that an impossible job gets one clear sentence."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def shared(**more: object) -> wire.JobSpec:
 
 
 def claim(cluster: Cluster, job_id: str) -> list[wire.Run]:
-    """Return the runs of the next launch, the smallest batch first."""
+    """Return the runs of the next launch, smallest batch first."""
     request = wire.ClaimRequest(holder="launcher", lease_s=60, whole_launch=True)
     claimed = runs.claim(cluster.store, ANONYMOUS, job_id, request)
     return [] if claimed.run is None else [*claimed.smaller, claimed.run]

@@ -145,7 +145,7 @@ def test_a_half_recovery_says_what_the_speed_became_and_how_it_compares(
 def test_a_training_that_was_restarted_recovers_to_what_was_profiled(
     trained: tuple[Cluster, str, wire.Run], local_batch_size: int | None
 ) -> None:
-    """This holds for the same configuration and another one, since the slow first run enters no prediction."""
+    """This holds for the same or another configuration, since the slow first run enters no prediction."""
     cluster, job_id, first = trained
     feed(cluster, first, 50)
     cluster.step_time = partial(overlapping, bandwidth=0.25)

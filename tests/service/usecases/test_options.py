@@ -1,4 +1,4 @@
-"""Tests that a job's options are launched one by one after the base and never recommended unmeasured."""
+"""Tests that each option of a job is launched separately after the base, and is never recommended unmeasured."""
 
 from __future__ import annotations
 

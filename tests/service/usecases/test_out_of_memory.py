@@ -1,4 +1,4 @@
-"""Tests that an out-of-memory error bounds the batch unless a larger one fitted, and is the reason if none is left."""
+"""Tests that an out-of-memory error bounds the batch unless a larger one fitted, and is named if no batch is left."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ SMALL = {"max_nodes": 2, "ranks_per_node": 2, "price": {"usd_per_node_hour": 3.0
 
 
 def regret(cluster: Cluster, answer: wire.Recommendation) -> float:
-    """Return the share by which the recommended configuration is truly slower than the best candidate."""
+    """Return how much slower, as a fraction, the recommended configuration truly is than the best candidate."""
 
     def truth(c: wire.Configuration) -> float:
         return cluster.step_time(c) / c.global_batch_size

@@ -26,7 +26,7 @@ RANKS = 2
 def run(
     batch: int, state: str, began_s: float | None = None, took_s: float | None = None, *, nodes: int = 1, **more: object
 ) -> RunRecord:
-    """Return a profiling run of 1 + 5 steps on one node of two ranks, which began and ended as given."""
+    """Return a profiling run of 1 + 5 steps on nodes of two ranks, with the given start and duration."""
     started = None if began_s is None else BEGAN + timedelta(seconds=began_s)
     facts: dict[str, Any] = {field.name: None for field in fields(RunRecord)}
     facts |= {

@@ -311,7 +311,7 @@ def test_an_earlier_job_on_the_same_hardware_gives_a_better_start(cluster: Clust
 def test_recomputed_activations_lengthen_the_first_guess_by_a_third_of_compute(
     cluster: Cluster, precision: str | None
 ) -> None:
-    """The second forward pass takes as long as the first, with and without a given precision."""
+    """The second forward pass takes as long as the first, whether or not the job states a precision."""
 
     def compute_s(**model: object) -> float:
         answer = cluster.register(

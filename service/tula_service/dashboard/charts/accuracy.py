@@ -1,4 +1,4 @@
-"""Draws charts of predicted against measured step times, for one job or all, and of the coverage of intervals."""
+"""Draws charts of measured against predicted step times, and of the coverage of prediction intervals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NONE_FOLLOWED = "No training run has followed a recommendation yet.\nTo start o
 def accuracy(job: Job, ledger: Ledger, trainings: Sequence[Run] = ()) -> Spec:
     """Return a chart of measured against predicted step times, whose diagonal marks exact predictions.
 
-    Runs in the plan and in `trainings` are included if they were predicted before they were measured.
+    Runs in the plan and in `trainings` are included if their step times were predicted before they were measured.
     """
     title = f"{job.name}: predicted against measured"
     rows = {entry.run_id: row for entry in ledger.entries if (row := _entry_row(entry)) is not None}
@@ -35,7 +35,7 @@ def accuracy(job: Job, ledger: Ledger, trainings: Sequence[Run] = ()) -> Spec:
 
 
 def accuracy_of_all(entries: Sequence[tuple[str, LedgerEntry]]) -> Spec:
-    """Return a chart like that of `accuracy` for the ledger entries of all jobs; each entry is paired with a name."""
+    """Return a chart like that of `accuracy` for the entries of all jobs, each paired with a name for its tooltip."""
     title = "All jobs: predicted against measured"
     named_rows = [(name, row) for name, entry in entries if (row := _entry_row(entry)) is not None]
     rows = [row | {"configuration": f"{name}: {row['configuration']}"} for name, row in named_rows]
@@ -43,7 +43,7 @@ def accuracy_of_all(entries: Sequence[tuple[str, LedgerEntry]]) -> Spec:
 
 
 def calibration(entries: Sequence[LedgerEntry]) -> Spec:
-    """Return a chart of the share of measurements inside 5 % to 95 % intervals; the diagonal marks exact coverage."""
+    """Return a chart of the coverage of 5 % to 95 % prediction intervals; the diagonal marks exact coverage."""
     title = "All jobs: coverage of prediction intervals"
     scores = [score for entry in entries if (score := _score(entry)) is not None]
     if not scores:
@@ -78,8 +78,8 @@ def calibration(entries: Sequence[LedgerEntry]) -> Spec:
 def _score(entry: LedgerEntry) -> float | None:
     """Return the deviation of the measurement from the prediction in standard deviations, or None if unknown.
 
-    The deviation is computed from logarithms. The end of the interval on the measurement's side gives the standard
-    deviation.
+    The deviation is computed from logarithms. The standard deviation is derived from the end of the interval on the
+    measurement's side.
     """
     predicted, measured = entry.predicted_step_time_s, entry.measured_step_time_s
     if predicted is None or measured is None or not 0 < predicted.low < predicted.value < predicted.high:

@@ -66,7 +66,7 @@ def frontier(job: Job, recommendation: Recommendation) -> Spec:
     """Return a chart of total time against cost on logarithmic axes; without prices, node-hours replace the cost.
 
     Intervals are drawn as crosses for the frontier and the named candidates; tooltips show them for all candidates. The
-    column `asks` contains the values for the page's what-if form that select the candidate.
+    column `asks` contains the values that select the candidate in the page's what-if form.
     """
     title = f"{job.name}: time against cost"
     priced = any(candidate.cost_usd is not None for candidate in recommendation.candidates)
@@ -228,7 +228,10 @@ def _shade(axis: str, row: Row, named_at: str, **text: Any) -> list[Spec]:
 
 
 def _ruled(recommendation: Recommendation, batches: Sequence[int]) -> list[Row]:
-    """Return rows for the knee, and for the batch size above which further examples hardly improve a training step."""
+    """Return rows for the knee of the frontier and for the largest sensible batch size.
+
+    Above the largest sensible batch size, additional examples hardly improve a training step.
+    """
     at: dict[float, list[str]] = {}
     if recommendation.knee.found and recommendation.knee.global_batch_size:
         at.setdefault(recommendation.knee.global_batch_size, []).append("knee")
@@ -253,9 +256,9 @@ def _rules(ruled: list[Row]) -> list[Spec]:
 
 
 def memory(job: Job, recommendation: Recommendation) -> Spec:
-    """Return a chart of a rank's peak memory (equation 3, fitted) against local batch size, at the recommended options.
+    """Return a chart of a rank's peak memory, predicted by equation 3, against local batch size.
 
-    If there is no recommendation, the first value of each option is used.
+    The chart is for the recommended options. If there is no recommendation, the first value of each option is used.
     """
     chosen = recommendation.chosen
     options = job.spec.base_options if chosen is None else chosen.configuration.options
@@ -356,7 +359,7 @@ def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
 
 
 def options(job: Job, recommendation: Recommendation) -> Spec:
-    """Return a chart of the changes in time, cost and memory, in per cent, for each value of an option.
+    """Return a chart of the percentage changes in time, cost and memory for each value of an option.
 
     Changes are relative to the option's first value. Filled points mark values that were launched, hollow points mark
     predictions, and lines show 90 % intervals.
@@ -402,7 +405,7 @@ def options(job: Job, recommendation: Recommendation) -> Spec:
         vega.layer("effects", "point", filled, **point),
         height={"step": 20, "for": "offset"},
     )
-    subtitle = "Time and cost of the whole training, memory per rank at equal batch; filled points: launched"
+    subtitle = "Time and cost of the whole training, memory per rank at equal batch size; filled points: launched"
     return vega.finish(chart, title, subtitle, {"effects": rows})
 
 
@@ -439,7 +442,7 @@ def _by_cluster(candidates: Iterable[Candidate], *, lines: bool) -> tuple[Spec, 
 
 
 def _rings(marked: Sequence[Row], x: Spec, y: Spec) -> Spec:
-    """Return a layer with a large symbol around each row of the data set `landmarks`, and a legend for `marked`."""
+    """Return a layer with a large symbol at each point of the data set `landmarks`, and a legend for `marked`."""
     labels = [row["label"] for row in marked]
     shapes = [_SHAPES[place % len(_SHAPES)] for place in range(len(labels))]
     named = vega.legend(labels, lines=False) | {"orient": "bottom", "symbolSize": 120, "labelLimit": 0}

@@ -42,7 +42,7 @@ _CHARTS: Final[dict[str, tuple[str, str, tuple[Panel, ...]]]] = {
     ),
     "memory": (
         "memory per rank",
-        "The agent reports the peak of each rank after the first steps.",
+        "The agent reports each rank's peak memory after the first steps.",
         (Panel("Memory", ("memory_bytes",)),),
     ),
     "gradient": (
@@ -69,7 +69,7 @@ _UNITS: Final = {"step_time_s": vega.time_unit, "skew_s": vega.time_unit, "memor
 
 
 def _chart(name: str) -> tuple[str, str, tuple[Panel, ...]]:
-    """Return the entry of `_CHARTS` for a chart; if there is none, `name` is the name of a column."""
+    """Return the entry of `_CHARTS` with this name or, if there is none, an entry for the column with this name."""
     words = name.replace("_", " ")
     source = f"To report this metric, call run.log({name}=...) in the script."
     return _CHARTS.get(name) or (words, source, (Panel(words[:1].upper() + words[1:], (name,)),))
@@ -184,8 +184,8 @@ def _level(column: str, unit: Unit, run: Run) -> list[Spec]:
 def _rows(series: TelemetrySeries, unit: Unit) -> list[Row]:
     """Return the values in `unit`, rounded to six digits; more digits would be invisible but double the chart's size.
 
-    Steps without a value are left out, because Vega draws no line next to a null; a value logged at every tenth step
-    would be invisible. Values too large for a double in this unit are also left out, since JSON has no infinity.
+    Steps without a value are left out, because Vega draws no line next to a null, so a value logged at every tenth
+    step would be invisible. Values too large for a double in this unit are also left out, since JSON has no infinity.
     """
     size = unit.size
     return [
@@ -320,7 +320,7 @@ def rank_memory(run: Run, readings: Mapping[int, MemoryReading]) -> Spec:
 
 
 def _split(reading: MemoryReading) -> list[int]:
-    """Return the bytes of each of `_COMPONENTS`, whose sum is the peak unless the known components exceed it."""
+    """Return the bytes of each of `_COMPONENTS`; they add up to the peak unless the known components exceed it."""
     parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "batch_bytes")
     sizes = [getattr(reading, part) or 0 for part in parts]
     return [*sizes, max(0, reading.peak_bytes - sum(sizes))]
