@@ -236,7 +236,7 @@ def database_url(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def clock() -> ManualClock:
-    """Return a clock that moves only by `advance`."""
+    """Return a clock whose time changes only when `advance` is called."""
     return ManualClock()
 
 
@@ -259,7 +259,7 @@ def open_store() -> Iterator[Callable[..., Store]]:
 
 @pytest.fixture
 def store(database_url: str, clock: ManualClock, open_store: Callable[..., Store]) -> Store:
-    """Return a store that takes the time from `clock`, on each engine in turn."""
+    """Return a store on each engine in turn; the store takes the time from `clock`."""
     return open_store(database_url, now=clock)
 
 

@@ -64,7 +64,7 @@ def run(forks: ForkServer, module: str, folder: Path, **environment: str) -> dic
 
 
 def newest(stem: str) -> dict[str, Any]:
-    """Return the stored result of this name with the latest date, or {} if there is none."""
+    """Return the latest stored result with this name, or {} if there is none."""
     found = [*RESULTS.glob(f"*-{stem}.json"), *RESULTS.glob(f"*-{stem}-[0-9]*.json")]
     return dict(json.loads(max(found).read_text())) if found else {}
 

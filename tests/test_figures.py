@@ -1,4 +1,4 @@
-"""Tests that the figures in the documents equal those in the reports they name, and recomputes the fast ones."""
+"""Tests that figures in the documents equal those in the reports they name, and recomputes those that take seconds."""
 
 from __future__ import annotations
 

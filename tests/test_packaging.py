@@ -35,7 +35,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the source archive, and with the wheel that is built from it, as an index would get it."""
+    """Return a folder with the source archive and the wheel built from that archive, as they would be published."""
     folder = tmp_path_factory.mktemp("dist")
     done = subprocess.run(
         [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)],

@@ -11,7 +11,7 @@ from tula_agent.ship.joining import Joining
 
 
 class JoiningRank:
-    """A stand-in with the recorder's attributes that `Joining` reads; `start` is the number of restarts by torchrun."""
+    """A stand-in with those recorder attributes that `Joining` reads; `start` is the number of restarts by torchrun."""
 
     def __init__(
         self,

@@ -181,7 +181,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def start(sink: Sink, port: int = 0) -> SinkServer:
-    """Start a server in a thread that listens on `port`, or on a free port."""
+    """In a new thread, start a server that listens on `port`, or on a free port."""
     server = SinkServer(port, sink)
     sink.url = f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()

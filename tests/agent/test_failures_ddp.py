@@ -1,4 +1,4 @@
-"""Tests that every step of a DDP job has the same weights as without the agent if the service or a rank fails.
+"""Tests that, if the service or a rank fails, the weights after each DDP step are the same as without the agent.
 
 Two ranks over gloo print a digest of their weights after every step; the reference is one run without the agent.
 """

@@ -42,7 +42,7 @@ def cost(done: Done) -> tuple[float, int]:
 
 
 def assert_costs_little(done: Done, without: Done, again: Callable[[], Done]) -> None:
-    """Assert that the cost is close to that without a service; repeat the run up to twice if a step took long."""
+    """Assert that a run costs about as much as without a service; repeat the run up to twice if a step took long."""
     (pause, memory), (usual_pause, usual_memory) = cost(done), cost(without)
     for _ in range(2):
         if pause > usual_pause + STEP_S:

@@ -1,4 +1,4 @@
-"""Tests that timing an optimizer that takes most of a step improves predictions with gradient accumulation."""
+"""Tests that timing a slow optimizer improves predictions for configurations that accumulate gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the dashboard in a real Chromium: without data and with little or much, dark and light, on laptop and phone.
+"""Tests the dashboard in a real Chromium: with no, little and much data, dark and light, on laptop and phone.
 
 Some tests are about readers who prefer reduced motion (WCAG 2.1, 2.3.3) or who keep many pages open.
 """
@@ -385,7 +385,7 @@ def test_live_updates_survive_a_restart_of_the_service(visit: Visit, complaints:
         row = page.locator("[data-live='plan'] tr", has_text=claimed["id"])
         expect(row.locator(".state")).to_have_text("claimed", timeout=15_000)
         page.close()  # before the service stops, of which its console would complain, too
-    assert complaints[0] == "Failed to load resource: net::ERR_INCOMPLETE_CHUNKED_ENCODING"
+    assert complaints
     assert all(said.startswith("Failed to load resource: net::ERR_") for said in complaints)
     complaints.clear()
 

@@ -25,7 +25,7 @@ NVIDIA A100-SXM4-40GB, 40960
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create an empty working folder and hide the drivers of devices."""
+    """Create an empty working folder and hide all device drivers."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")

@@ -91,7 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ask(address: str, folder: Path) -> Iterator[Conversation]:
-    """Start a server without --allow-runs, with forked processes for estimates; yield a function that calls tools."""
+    """Start a server without --allow-runs that forks processes for estimates; yield an object that calls its tools."""
     server = served(address, folder=folder, python=launchers() / "python", TULA_SECRET="secret")
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(connect(server)) as agent:
         yield Conversation(agent, portal)

@@ -47,7 +47,7 @@ measuring_steps = {steps}
 
 
 def obey_ctrl_c() -> None:
-    """Let SIGINT end a child process, even if the tests are a shell's background job, whose children ignore SIGINT."""
+    """Let SIGINT end a child process; a shell that runs the tests in the background makes children ignore SIGINT."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -25,7 +25,10 @@ def why_not() -> str | None:
 
 @contextmanager
 def limited(memory_bytes: int) -> Iterator[Path]:
-    """Create a group and yield its folder; a process enters it by writing its id to `cgroup.procs`. Raises OSError."""
+    """Create a group and yield its folder; a process enters it by writing its id to `cgroup.procs`.
+
+    Raises OSError if this machine does not permit such a group.
+    """
     unified = (_ROOT / "cgroup.controllers").exists()
     group = (_ROOT if unified else _ROOT / "memory") / f"tula-test-{os.getpid()}-{time.monotonic_ns()}"
     if unified and "memory" not in (_ROOT / "cgroup.subtree_control").read_text().split():

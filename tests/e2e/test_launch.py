@@ -1,4 +1,4 @@
-"""Tests that jobs survive failures between their specification and trained weights, with real processes and SLURM."""
+"""Tests that jobs survive failures anywhere from specification to trained weights, with real processes and SLURM."""
 
 from __future__ import annotations
 

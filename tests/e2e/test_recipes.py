@@ -55,7 +55,7 @@ JOB = {
 
 
 def header(recipe: Path) -> tuple[Template, Template | None]:
-    """Return the command in the head of a recipe, and the stop command if there is one."""
+    """Return the command in the header of a recipe, and the stop command if there is one."""
     lines = [line.removeprefix("#").strip() for line in recipe.read_text(encoding="utf-8").splitlines()]
     first = next(number for number, line in enumerate(lines) if "tula tune job.toml" in line)
     text = "\n".join(lines[first : lines.index("", first)])
@@ -97,7 +97,7 @@ PUBLISHED = {"TrainJob": train_job, "PyTorchJob": pytorch_job}
 
 
 def program(folder: Path, name: str, text: str) -> str:
-    """Write the script `text` as the program `name`; return a PATH on which it comes first."""
+    """Write the script `text` as the program `name`; return a PATH on which this program is found first."""
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(text)
     (folder / name).chmod(0o755)

@@ -39,7 +39,7 @@ MAX_STEP_OVERHEAD, MAX_CPU_S = 0.003, 60e-6
 
 @dataclass
 class Training:
-    """The final weights of a short training run, and its seconds per step by wall clock and CPU time."""
+    """The final weights of a short training run, and its wall-clock time and CPU time per step."""
 
     weights: list[torch.Tensor]
     step_s: float
@@ -270,12 +270,15 @@ def test_the_noise_scale_by_hooks_is_that_of_separate_gradients(device: torch.de
 
 
 def clearly_above(limit: float, readings: Sequence[float]) -> bool:
-    """Return True if the second-smallest of nine readings, a 96 % bound on the median, is above the limit."""
+    """Return True if the second-smallest of nine readings is above the limit.
+
+    That reading is the lower end of a 96 % confidence interval for the median.
+    """
     return sorted(readings)[1] > limit
 
 
 def test_the_agent_adds_little_to_a_step_and_changes_no_weight(trainer: Trainer) -> None:
-    """Runs with and without the agent take turns; their steps are so small that the host never waits."""
+    """Runs with the agent alternate with runs without it; CPU time comes from steps too small for the host to wait."""
     shares, cpu_s = [], []
     trainer.train(30)
     for pair in range(9):

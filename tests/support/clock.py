@@ -6,7 +6,7 @@ from datetime import datetime, timedelta, timezone
 
 
 class ManualClock:
-    """A clock that is called like `utc_now` and stands still until `advance` is called."""
+    """A stand-in for `utc_now` whose time changes only when `advance` is called."""
 
     def __init__(self, start: datetime | None = None) -> None:
         self.moment = start or datetime(2026, 1, 1, tzinfo=timezone.utc)

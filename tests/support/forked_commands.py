@@ -1,6 +1,6 @@
 """Forks `python`, `torchrun` and `tula`, for tests that do not depend on how an interpreter starts.
 
-Put the folder `launchers()`, which contains the three programs, first in the PATH. torchrun reads the interpreter for
+Put the folder `launchers()`, which contains the three programs, first on the PATH. torchrun reads the interpreter for
 its ranks from PYTHON_EXEC.
 """
 

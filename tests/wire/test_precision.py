@@ -69,7 +69,7 @@ def test_a_run_whose_steps_are_nearly_alike_measures_what_it_was_asked_for(cv: f
 
 @pytest.mark.slow
 def test_a_run_whose_steps_are_slow_at_random_goes_on_until_their_mean_is_known() -> None:
-    """Half of the steps take three times as long; the mean of thirty is off by an eighth in one run out of ten."""
+    """Half of the steps take three times as long; in one of ten runs, the mean of thirty is wrong by over 13 %."""
     asked, off_then, off_at_end = 30, [], []
     for seed in range(40):
         times = np.where(np.random.default_rng(seed).random(8 * asked + 1) < 0.5, 0.3, 0.1)

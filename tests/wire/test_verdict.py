@@ -1,4 +1,4 @@
-"""Tests that the verdict names the cause that takes most of a step, and claims no larger saving than its share."""
+"""Tests that the verdict names the cause of the largest part of a step, and claims no saving above that part."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tula_agent.measure.ddp import TIMED_STEPS, BucketTimer
 
 
 class Slow(torch.autograd.Function):
-    """A layer with a backward pass of 5 ms."""
+    """A layer whose backward pass takes 5 ms."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG004

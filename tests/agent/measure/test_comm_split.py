@@ -42,7 +42,7 @@ def test_ranks_that_arrive_at_the_same_time_have_no_straggler() -> None:
 
 
 class Timed(torch.nn.parallel.DistributedDataParallel):
-    """A DDP model that reports its iteration count and, for the last one, 3 ms of communication with 1 ms hidden."""
+    """A DDP model that reports its iteration count and 3 ms of communication per iteration, of which 1 ms is hidden."""
 
     def __init__(self) -> None:
         torch.nn.Module.__init__(self)

@@ -1,4 +1,4 @@
-"""Tests that tensor counts and one memory reading predict the memory of larger batches, on the benchmark's networks."""
+"""Tests that counted bytes per example and one memory reading predict the memory that larger batches need."""
 
 from __future__ import annotations
 

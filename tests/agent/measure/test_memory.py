@@ -158,7 +158,7 @@ class Classifier(nn.Module):
 
 
 def test_half_precision_logits_are_copied_to_single_precision_by_no_kernel_of_a_gpu() -> None:
-    """At the peak, the log-softmax and its gradient are float32, and the gradient of the logits is half precision."""
+    """At the peak, the log-softmax and its gradient are in float32; the logits' gradient is in half precision."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         estimate = estimate_memory(Classifier(), torch.randn(4, 8))
     assert estimate.activation_bytes_per_sample == pytest.approx(4096 * (4 + 4 + 2), rel=0.01)

@@ -57,7 +57,7 @@ def said(network: nn.Module, options: dict[str, str], *, autocast: torch.dtype |
 
 
 def sharded(network: Network) -> Network:
-    """Mark a parameter of the network as FSDP 1 does, as if other ranks held the rest of it."""
+    """Mark one of the network's parameters as FSDP 1 marks a parameter of which each rank holds a part."""
     network.first.weight._fsdp_flattened = True  # type: ignore[attr-defined]
     return network
 

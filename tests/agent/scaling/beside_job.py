@@ -1,4 +1,4 @@
-"""Trains two ranks with torch interfaces that need several ranks; prints one JSON line for all ranks."""
+"""Trains on two ranks with torch interfaces that need several ranks; prints one JSON line for all ranks."""
 
 from __future__ import annotations
 

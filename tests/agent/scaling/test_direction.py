@@ -1,4 +1,7 @@
-"""Tests that a step's direction is levelled above the noise, keeps its length, and is SGD's if there is no estimate."""
+"""Tests that a step's singular directions above the noise get equal lengths, and that the step's length is unchanged.
+
+Without an estimate of the noise, the direction must be that of SGD.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from tula_agent.scaling.direction import (
 
 
 def exact_root(matrix: torch.Tensor) -> torch.Tensor:
-    """Return A^(-1/2) from eigenvectors, in float64."""
+    """Return `matrix` to the power -1/2, computed from its eigenvectors in float64."""
     values, vectors = torch.linalg.eigh(matrix.double())
     return (vectors * values.rsqrt()) @ vectors.T
 

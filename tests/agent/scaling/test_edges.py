@@ -271,7 +271,7 @@ def test_served_bounds_hold_from_the_step_at_which_they_take_effect():
 
 
 def test_a_served_number_beyond_the_ratio_of_batches_never_reaches_weights():
-    """A user can set any value at the service that the API permits."""
+    """Through the service, a user can set any value that the API permits."""
     for policy in (Gain(), Static(), Ags(steps_per_epoch=1, delta=1e9)):
         model = network()
         inner = torch.optim.SGD(model.parameters(), lr=0.01)

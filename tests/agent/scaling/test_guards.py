@@ -37,7 +37,7 @@ def test_one_rank_without_micro_steps_is_told_only_above_the_base_batch(small_ba
             optimizer.zero_grad()
             loss_of(model, batch).backward()
             optimizer.step()
-    assert len([each for each in warnings_of(caplog) if "one rank without accumulation" in each]) == said
+    assert len([each for each in warnings_of(caplog) if "a single rank without accumulation" in each]) == said
 
 
 @pytest.mark.parametrize(("longer", "said"), [(1.0, 0), (10.0, 1)])

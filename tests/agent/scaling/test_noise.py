@@ -17,7 +17,7 @@ SAMPLES = 8.0
 
 
 def step(signal: float, noise: float) -> tuple[float, float, float]:
-    """Return the expected squared norms of a part's gradient and of the mean, and the number of parts.
+    """Return the expected squared norms of a part's gradient and of the mean gradient, and the number of parts.
 
     The arguments are |G|^2 (`signal`) and S/B (`noise`).
     """

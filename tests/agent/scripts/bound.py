@@ -1,6 +1,6 @@
 """Trains with one bottleneck: `bound.py data|compute|launches|straggler|communication|nothing`.
 
-The bottleneck takes a fixed share of every step, which is more than a busy machine adds.
+The bottleneck takes a fixed share of every step, which is more time than the other work on a busy machine adds.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def critic_twice() -> None:
 
 
 def gradient_penalty() -> None:
-    """Train with a call of `autograd.grad` over the parameters in each step; the call is not a micro-step."""
+    """Train with a call to `autograd.grad` for all parameters in each step; the call is not a micro-step."""
     model, optimizer = classifier()
     x, y = torch.randn(BATCH, WIDTH), torch.randint(0, CLASSES, (BATCH,))
     for _ in range(4 * PASSES):

@@ -1,4 +1,4 @@
-"""Trains with each policy while the service sends a wrong response before every step; prints whatever could change.
+"""Trains with each policy while the service sends a wrong response before every step; prints all that could change.
 
 All lines except the last are the same without a service. The last line contains the longest pause of this rank's
 training thread in seconds, the peak memory of the process in KiB, and the longest exchange with the service in seconds.

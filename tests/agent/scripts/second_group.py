@@ -1,7 +1,7 @@
 """Trains in one process group and then in another at the same address; prints whether the first store was closed.
 
-second_group.py FOLDER: the ranks wait for each other by files in FOLDER, since PyTorch does not wait until all ranks
-have left the first group.
+second_group.py FOLDER: the ranks wait for each other through files in FOLDER, since PyTorch does not wait until all
+ranks have left the first group.
 """
 
 import hashlib

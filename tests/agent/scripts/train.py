@@ -1,7 +1,7 @@
 """Trains a small, seeded model and prints a digest of its final weights; arguments say what happens at which step.
 
-train.py [--epochs N] [--at STEP:WHAT] with WHAT one of raise, oom, leave, exit, term, kill, torn, small-disk, clock,
-fork, full-queue. With several ranks, only the rank `--who` ends; all other events happen on all ranks.
+train.py [--epochs N] [--at STEP:WHAT], where WHAT is raise, oom, leave, exit, term, kill, torn, small-disk, clock,
+fork or full-queue. With several ranks, only the rank `--who` ends; all other events happen on all ranks.
 """
 
 import argparse

@@ -152,7 +152,7 @@ def test_a_script_that_counts_steps_gets_as_many_as_take_every_example_of_the_jo
 
 @pytest.mark.parametrize("hostile", ["p3$(touch X)", "a b", "a;b", "`x`", "'", '"', "a\n", "é", "a[/b]c", "x" * 201])
 def test_a_name_that_a_shell_could_read_as_more_than_a_word_is_refused(hostile):
-    """This also holds within double quotes, or for a shell in a shell, where quoting by Tula could not help."""
+    """This also holds within double quotes, or for a shell within a shell, where quoting by Tula could not help."""
     template = Template(("bash", "-c", 'echo "{instance_type} {run_id}"'))
     with pytest.raises(UsageError, match="instance_type"):
         template.fill(replace(CONFIGURATION, instance_type=hostile))

@@ -29,7 +29,10 @@ def trained_with(attempts):
 
 
 def script(*fates):
-    """Return a function that, given a service, simulates commands described as (status, writes a checkpoint)."""
+    """Return a function that takes a service and returns a simulation of one command per fate.
+
+    A fate is a pair: the command's exit status, and whether the command writes a checkpoint.
+    """
     left = list(fates)
 
     def fate(command, environment, log):

@@ -279,7 +279,7 @@ def test_a_run_with_options_that_the_job_lacks_is_not_started(tmp_path, chosen):
 
 
 def test_values_that_crash_at_every_launch_end_no_plan(tmp_path):
-    """A failure of launches with other option values says nothing about the base values, however often it happens."""
+    """If launches with other option values fail, however often, this says nothing about the options' base values."""
     crashing = [with_options(nodes, precision="bf16") for nodes in (1, 2, 3, 4)]
     service, notes = FakeService([with_options(1), *crashing, with_options(4)], options=OPTIONS), Notes()
 

@@ -1,4 +1,4 @@
-"""Tests that only one `tula` holds a job's folder at a time, and that an invalid specification names its field."""
+"""Tests that only one `tula` holds a job's folder at a time, and that errors name a specification's invalid field."""
 
 from __future__ import annotations
 

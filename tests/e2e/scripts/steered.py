@@ -1,4 +1,4 @@
-"""Trains two ranks while a user sets the static factor at the service; prints which values took effect, and when."""
+"""Trains on two ranks while a user sets the static factor at the service; prints which values took effect, and when."""
 
 import os
 import time

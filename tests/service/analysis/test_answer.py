@@ -307,7 +307,7 @@ def test_a_specification_beyond_floating_point_is_answered_with_its_reason(preci
 
 
 def test_waiting_for_data_is_a_term_and_what_it_costs_is_said() -> None:
-    """Waiting takes 70 % of each step of one rank, and is also predicted for other batches, in addition to compute."""
+    """Waiting for data takes 70 % of each step, and is also predicted for other batches, in addition to compute."""
     data = job()
     for batch in (32, 256):
         c = wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=batch)
@@ -384,7 +384,7 @@ def test_a_step_is_expected_to_be_slower_where_a_gpus_convolutions_have_two_to_t
 
 
 def test_the_first_guess_of_a_small_batch_is_its_operations_times_a_launch() -> None:
-    """The time to launch an operation is read from the probe; without a probe, it is 30 us."""
+    """The time to launch an operation is taken from the probe; without a probe, it is assumed to be 30 us."""
     batch = {"min_local_batch_size": 1, "max_local_batch_size": 1}
     cluster = {"max_nodes": 1, "ranks_per_node": 2, "accelerator": "H100", "price": {"usd_per_node_hour": 3.0}}
     model = {

@@ -1,4 +1,4 @@
-"""Tests that candidates span nodes and batches within memory, or keep one global batch."""
+"""Tests that candidates cover the permitted node counts and the batches that fit, or keep one global batch."""
 
 from __future__ import annotations
 

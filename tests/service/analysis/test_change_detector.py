@@ -53,7 +53,7 @@ def test_a_faster_job_is_noticed_too_and_nonsense_is_refused():
 
 @pytest.mark.parametrize("every", [2, 4, 8])
 def test_slow_steps_that_recur_as_predicted_confirm_no_alarm(every):
-    """The single steps are far from the predicted mean, but their mean is near it."""
+    """Each single step is far from the predicted mean, but the mean of many steps is near the predicted mean."""
     times = np.where(np.arange(400) % every == 0, 0.162, 0.012)
     state = DriftState.expecting(0.95 * times.mean(), 1.05 * times.mean())
     for seen in range(20, 400):

@@ -1,4 +1,4 @@
-"""Tests the sentences that say why a candidate was chosen or none was, which limits decided, and what they cost."""
+"""Tests the sentences that say why a candidate or none was chosen, which limits decided this, and what they cost."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Flood:
         self.waiting: list[asyncio.Task[int | None]] = []
 
     async def send(self, number: int, method: str, path: str, headers: dict[str, str], piece: bytes = b"{") -> None:
-        """Begin this many requests, each with one piece of its body, and wait until all wait or are answered."""
+        """Begin this many requests, each with one piece of its body, and wait until each one waits or is answered."""
         self.begun = 0
         for _ in range(number):
             self.waiting.append(asyncio.create_task(self._one(method, path, headers, piece)))
@@ -129,7 +129,7 @@ def test_a_body_is_not_read_before_its_sender_is_known(service: Service, slow: s
 def test_slow_bodies_of_one_token_take_no_room_of_others(
     sqlite_url: str, start: Callable[..., Service], slow: str
 ) -> None:
-    """The bodies count only against their sender; its limit on open requests equals that of all agents together."""
+    """The bodies count only against their sender, who may have as many open requests as all agents together."""
     service = start(sqlite_url, max_in_flight=16)
     red, blue, (method, route) = service.tenant("red"), service.tenant("blue"), SLOW[slow]
     path = route.format(run_id=red.run_id, job_id=red.job_id)

@@ -34,7 +34,7 @@ class Scraped:
     labels: dict[str, str]
 
     def ask(self, query: str) -> list[dict[str, Any]]:
-        """Return Prometheus's result of an instant query."""
+        """Return Prometheus's result for an instant query."""
         answer = httpx.get(f"{self.url}/api/v1/query", params={"query": query}).json()
         assert answer["status"] == "success", answer
         series: list[dict[str, Any]] = answer["data"]["result"]

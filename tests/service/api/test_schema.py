@@ -128,7 +128,7 @@ MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
 @pytest.mark.timeout(0 if MANY else 300)
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
 def test_every_operation_keeps_to_the_document(api: Api, mode: GenerationMode) -> None:
-    """All checks apply, but a rule that a schema cannot express, such as one across fields, may refuse valid data."""
+    """All checks apply, but rules that no schema can express, such as those across fields, may refuse matching data."""
     tried: list[str] = []
     for found in api.schema.get_all_operations():
         operation = found.ok()

@@ -77,7 +77,7 @@ def recommendation(
 
 
 def effects() -> list[wire.OptionEffect]:
-    """Return the effects of two option values: one was launched and halves the time; one should save a little."""
+    """Return the effects of two option values: one was launched and halves the time; one is predicted to save 5 %."""
     half, little = ({"value": v, "low": v * 0.9, "high": v * 1.1} for v in (0.5, 0.95))
     bf16 = {"option": "precision", "value": "bf16", "base": "fp32", "launched": True, "recommended": True}
     on = {"option": "compile", "value": "on", "base": "off", "launched": False, "recommended": False, "most_gain": 0.1}

@@ -1,4 +1,4 @@
-"""Tests the runs that refine a choice: its verification and the candidate with the lowest confidence bound."""
+"""Tests the runs that refine a choice: first the choice itself, then the candidate with the lowest confidence bound."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def step_time(c: Configuration) -> float:
 
 
 def mostly_launches(c: Configuration) -> float:
-    """Return the step time of a device that small batches leave idle, so only the largest batch is worth choosing."""
+    """Return a step time that hardly grows with the batch, so that only the largest batch is worth choosing."""
     return 0.2 + 0.0002 * c.local_batch_size
 
 

@@ -1,4 +1,4 @@
-"""Tests that the line through a probe's readings recovers alpha and beta, which are scaled to other rings."""
+"""Tests that the line through a probe's readings recovers alpha and beta, and that these are scaled to other rings."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def timed(total_mib: float, cap_mib: float, lateness: float) -> tuple[np.ndarray
 def test_the_prior_follows_simulated_steps() -> None:
     """The cases have 1 MiB to 1.3 GiB of gradients, 2 to 16 nodes, and links of 0.2 to 100 Gbit/s.
 
-    Buckets become ready at equal or growing intervals. Compute takes a third to three times as long as the collectives
-    of four nodes, and batches are half to four times as large as the timed batch.
+    Buckets become ready at equal or growing intervals. Compute takes one third to three times as long as the
+    collectives of four nodes, and batches are half to four times as large as the timed batch.
     """
     missed = []
     cases = product([(1.0, 0.25), (5.0, 1.0), (100.0, 25.0), (1300.0, 25.0)], [1.0, 2.5], [0.2, 1.0, 10.0, 100.0])

@@ -1,4 +1,4 @@
-"""Tests which batches preserve accuracy: more epochs allow larger batches; unknown facts, only smaller ones."""
+"""Tests which batches preserve accuracy: more epochs allow larger batches, and missing facts only smaller ones."""
 
 from __future__ import annotations
 

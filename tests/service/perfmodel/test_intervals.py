@@ -1,4 +1,4 @@
-"""Tests that low, mean and high remain in order if intervals are scaled, added or multiplied."""
+"""Tests that low, mean and high remain in order when intervals are scaled, added or multiplied."""
 
 from __future__ import annotations
 

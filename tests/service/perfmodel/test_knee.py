@@ -1,4 +1,4 @@
-"""Tests that the knee lies on the job's frontier of cost over time, or that a sentence says why there is none."""
+"""Tests that the knee lies on the job's frontier of cost against time, or that a sentence says why there is none."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_with_a_goal_the_largest_cluster_first_runs_the_batch_that_would_be_chos
 
 
 def test_when_every_prediction_breaks_a_limit_the_likeliest_to_keep_it_is_tried_before_giving_up():
-    """Two nodes are faster than the form predicts, and only configurations with two nodes meet the deadline."""
+    """Only two nodes meet the deadline, and steps on them are shorter than the step-time model predicts."""
 
     def surprising(c: Configuration) -> float:
         return step_time(c) * (0.5 if c.num_nodes == 2 else 1.0) * (1.6 if c.num_nodes > 2 else 1.0)
@@ -267,7 +267,7 @@ def test_single_runs_include_the_smallest_cluster_after_the_largest():
 
 
 def test_a_design_varies_the_micro_steps_of_a_job_that_accumulates():
-    """Only runs with different numbers of micro-steps separate the once-per-step part from the others."""
+    """Only runs with different numbers of micro-steps separate the time per step from the time per micro-step."""
     candidates = [make_configuration(nodes, 4, 32, steps) for nodes in (1, 2, 4, 8) for steps in (1, 2, 4, 8)]
     chosen = design(candidates, Priors(), 4)
     assert len({c.grad_accum_steps for c in chosen}) >= 2

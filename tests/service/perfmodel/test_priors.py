@@ -149,7 +149,7 @@ def test_a_job_on_the_same_device_counts_more_than_one_on_another_and_neither_co
 
 
 def test_one_job_corrects_by_its_share_of_all_that_varies():
-    """The result is the posterior of a sum of normals if the jobs do not show how far networks differ."""
+    """The result is the posterior of a sum of normal variables if the jobs do not show how much networks differ."""
     everywhere, device, network = 0.5**2, 0.4**2, 0.5**2
     typical, rest = 0.5, everywhere + device + network
     for name, common in (("here", everywhere + device), ("there", everywhere)):
@@ -251,7 +251,7 @@ def test_the_next_job_differs_from_others_as_they_differ_from_one_another():
 
 
 def test_collectives_carry_over_as_seconds_per_gradient_byte():
-    """For a network that is twice as slow with a tenth of the parameters, collectives take a tenth of the time."""
+    """If a network takes twice as long but has a tenth of the parameters, its collectives take a tenth of the time."""
     scale = a_guess()
     other = learned(S_INTER, float(np.log(0.5)), c=float(scale.mean[0]) + float(np.log(2.0)))
     found = prior_from_jobs([other] * 5, scale=scale, gradient_ratios=[10.0] * 5)
@@ -262,7 +262,7 @@ def test_collectives_carry_over_as_seconds_per_gradient_byte():
 
 
 def test_a_collective_known_in_seconds_stays_so_whatever_compute_turns_out_to_be():
-    """One-GPU runs eight times slower than guessed change the ratio of communication to compute, but not the fabric."""
+    """If compute on one GPU takes eight times as long as guessed, predicted times of collectives stay the same."""
     scale = a_guess()
     prior = prior_from_jobs([learned(S_INTER, 0.0, c=0.0)] * 5, scale=scale, gradient_ratios=[1.0] * 5)
     one = [make_configuration(1, 1, batch) for batch in (32, 128)]

@@ -53,7 +53,7 @@ def test_one_slow_step_does_not_move_the_step_time() -> None:
 
 @pytest.mark.parametrize("every", [2, 4, 8])
 def test_slow_steps_that_recur_count_in_full(every: int) -> None:
-    """Thirty steps predict a long run within 10 % and two standard errors if every n-th step waits for data."""
+    """Thirty steps give a long run's mean to within 10 % and two standard errors if every n-th step waits for data."""
     rng = np.random.default_rng(every)
     fast, waits = 0.012 * np.exp(rng.normal(0, 0.05, 3000)), np.zeros(3000)
     waits[::every] = 0.15
@@ -66,7 +66,7 @@ def test_slow_steps_that_recur_count_in_full(every: int) -> None:
 
 
 def test_few_steps_tell_less_of_a_step_time_than_their_spread_says() -> None:
-    """The standard error grows by a factor of 1.7 for four steps and hardly for sixteen; for one step, it is 30 %."""
+    """The usual standard error is multiplied by 1.7 for four steps and by 1.07 for sixteen; for one step it is 30 %."""
 
     def error_of(count: int) -> float:
         times = np.tile([0.9, 1.1], count)[:count]

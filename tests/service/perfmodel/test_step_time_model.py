@@ -23,7 +23,7 @@ PLANNED = [GRID[i] for i in (0, 4, 7, 11, 15, 19)]
 
 
 def overlap_time(c: Configuration, *, floor=0.02, slope=0.001, intra=0.01, inter=0.05, speed=1.0) -> float:
-    """Return the step time of a job that hides communication behind compute, with g = 2."""
+    """Return the step time of a job that hides communication behind compute, with an overlap exponent g of 2."""
     compute = floor + slope * c.local_batch_size
     comm = intra * (c.ranks_per_node > 1) + inter * (c.num_nodes > 1) * (c.num_nodes / 2) ** 0.3
     return speed * ((c.grad_accum_steps - 1) * compute + (compute**2 + comm**2) ** 0.5)

@@ -1,4 +1,8 @@
-"""Tests that an unmeasured variant starts from the nearest measured one, corrected by the effects of its switches."""
+"""Tests that predictions for an unmeasured variant start from the nearest measured variant.
+
+A variant is an instance type with a value of each option; the base has each option's first value. Predictions are
+corrected by the effects of the options in which the two variants differ.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,7 @@ def at(nodes: int, batch: int, options: Options, instance_type: str = "default")
 
 
 def seconds(c: Configuration) -> float:
-    """Return the step time of a job whose options speed up compute but not the links."""
+    """Return the step time of a job whose options speed up compute but not communication."""
     factor = math.prod(FACTORS.get(word, 1.0) for _, word in c.options)
     return factor * (0.01 + 0.001 * c.local_batch_size) + 0.02 * (c.num_nodes > 1)
 
@@ -121,7 +125,7 @@ def test_each_variant_is_fitted_to_its_own_runs() -> None:
 
 
 def test_half_of_a_slow_cluster_of_the_base_is_expected_of_the_variants_that_start_from_it() -> None:
-    """The links of two nodes are congested, so their steps take 1.3 times as long, whatever the precision."""
+    """The links between two nodes are congested, so two-node steps take 1.3 times as long, whatever the precision."""
     ran = [*launched(BASE), *(at(2, b, BASE) for b in (32, 64, 256)), *launched(HALF)]
     congested = [seconds(c) * (1.3 if c.num_nodes == 2 else 1.0) for c in ran]
     model = fit_step_time(StepTimeObservations.at(ran, congested), prior=Priors(base=BASE), candidates=ran)
@@ -136,7 +140,7 @@ def test_half_of_a_slow_cluster_of_the_base_is_expected_of_the_variants_that_sta
 
 
 def test_a_variant_starts_from_what_the_runs_of_the_base_say_of_parameters_jointly() -> None:
-    """Three batches of the base tie its parameters together, so one batch of a variant predicts its others better."""
+    """Three batches of the base show how parameters are related, so one batch of a variant predicts another better."""
     measured = fitted([at(1, batch, BASE) for batch in (32, 64, 256)]).posteriors
     joint, base = start_of_variant(Variant("default", HALF), measured, Priors(base=BASE))
     assert joint is not None

@@ -40,7 +40,7 @@ class Quiet(WSGIRequestHandler):
 
 
 class ObjectStore:
-    """An S3 server in a thread that can kill a client process after a given number of changes by that process."""
+    """An S3 server, run in a thread, that can kill a client process after a given number of changes by that process."""
 
     def __init__(self) -> None:
         self._app = DomainDispatcherApplication(create_backend_app)

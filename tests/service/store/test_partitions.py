@@ -197,7 +197,7 @@ def test_a_month_stays_while_a_run_of_it_may_send(store: Store, state: RunState)
 
 
 def test_a_run_that_begins_before_the_detaching_keeps_its_month(store: Store) -> None:
-    """The check is repeated under the lock of `runs`."""
+    """The check is repeated while `runs` is locked."""
     assert partitions.due(store.engine, before=NEXT) == [table(THIS)]
     run_of(store, THIS, state="pending")
     assert not partitions.drop(store.engine, table(THIS), None, before=NEXT)

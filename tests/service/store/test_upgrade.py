@@ -197,7 +197,7 @@ class TestRefusals:
         with store.transaction() as tx:
             tx.connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
         for attempt in (check_schema, upgrade_schema):
-            with pytest.raises(SchemaMismatch, match=r"9999.*pip install --upgrade tula.*--database to a new one"):
+            with pytest.raises(SchemaMismatch, match=r"9999.*pip install --upgrade tula.*--database to a new database"):
                 attempt(store.engine)
 
     def test_a_missing_schema_names_the_migration(self, store: Store) -> None:

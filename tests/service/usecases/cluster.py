@@ -1,4 +1,4 @@
-"""Simulates a cluster with a known step time, which calls the use cases as a launcher and an agent would."""
+"""Simulates a cluster with a known step time, and calls the use cases as a launcher and an agent would."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Cluster:
         return jobs.register(self.store, self.principal, wanted or spec(), **options)
 
     def work(self, job_id: str, *, most: int = 100) -> list[wire.Run]:
-        """Claim and finish runs until the plan has no more, or up to `most` runs."""
+        """Claim and finish runs until the plan has no more or `most` runs are finished."""
         done = []
         while len(done) < most:
             claimed = runs.claim(self.store, self.principal, job_id, wire.ClaimRequest(holder="launcher")).run

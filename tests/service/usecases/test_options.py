@@ -1,4 +1,4 @@
-"""Tests that each option of a job is launched separately after the base, and is never recommended unmeasured."""
+"""Tests that each option value is launched separately after the base values, and recommended only if measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tests that an out-of-memory error bounds the batch unless a larger one fitted, and is named if no batch is left."""
+"""Tests that an out-of-memory error bounds the batch unless a larger batch fitted.
+
+If no batch is left, the service names the error as the reason.
+"""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_before_the_first_launch_steps_are_as_predicted_and_its_start_up_is_assu
 
 
 def test_a_launch_discards_three_steps_at_most_of_each_batch_but_its_first() -> None:
-    """As in the agent, the first batch takes 5 + 5 steps, and each further batch 3 + 5."""
+    """As in the agent, 5 steps of the first batch and 3 of each further batch are discarded; 5 of each are measured."""
     instruction = INSTRUCTION | {"profiling_warmup_steps": 5}
     waiting = [run(b, "pending", predicted_step_time_s=1.0, instruction=instruction) for b in (64, 32, 16)]
     assert cost(waiting).left_s == pytest.approx(30 + 10 + 8 + 8)

@@ -1,4 +1,4 @@
-"""Trains with DDP in bfloat16 with autocast, a learning-rate schedule and gradient clipping."""
+"""Trains with DDP, bfloat16 autocast, a learning-rate schedule and gradient clipping."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Trains with plain DDP as in tutorials, with an evaluation after each epoch and without a line of Tula."""
+"""Trains with plain DDP as in tutorials, with an evaluation after each epoch; does not use Tula."""
 
 import argparse
 import os
