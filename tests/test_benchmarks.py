@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import math
+import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -100,3 +101,13 @@ def test_a_smoke_run_writes_the_keys_of_the_stored_result(
     values = list(numbers(found))
     assert values
     assert all(map(math.isfinite, values))
+
+
+def test_a_forked_program_starts_although_it_inherits_a_file_that_cannot_be_opened_again(python: Path) -> None:
+    counter = os.eventfd(0, 0)
+    try:
+        command = [python, "-c", "print('started')"]
+        done = subprocess.run(command, close_fds=False, capture_output=True, text=True, check=False)
+    finally:
+        os.close(counter)
+    assert done.stdout == "started\n", done.stderr

@@ -20,7 +20,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import errno
 import fcntl
 import gc
 import importlib
@@ -397,21 +396,12 @@ def exit_status(error: BaseException) -> int:
 
 
 def inherit(paths: Mapping[str, str]) -> None:
-    """Open the given files below /proc in their current modes, each under the descriptor that maps to it.
-
-    A pipe that no process reads any more is left out: it cannot be opened again, and writing to it would only fail.
-    """
+    """Open the given files below /proc in their current modes, each under the descriptor that maps to it."""
     opened: dict[int, int] = {}
     for descriptor, path in paths.items():
         (flags,) = re.findall(r"^flags:\s+(\d+)", Path(path.replace("/fd/", "/fdinfo/")).read_text(), re.MULTILINE)
         mode = int(flags, 8) & os.O_ACCMODE
-        try:
-            file = os.open(path, mode | os.O_NONBLOCK)
-        except OSError as error:
-            if error.errno != errno.ENXIO:
-                raise
-            continue
-        opened[int(descriptor)] = fcntl.fcntl(file, fcntl.F_DUPFD, ABOVE_ALL)
+        opened[int(descriptor)] = fcntl.fcntl(os.open(path, mode | os.O_NONBLOCK), fcntl.F_DUPFD, ABOVE_ALL)
         fcntl.fcntl(opened[int(descriptor)], fcntl.F_SETFL, 0)  # only opening a pipe may not block
     for number, file in opened.items():
         os.dup2(file, number)

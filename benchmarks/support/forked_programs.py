@@ -32,8 +32,10 @@ def is_passed_on(descriptor):
         mode = os.fstat(descriptor).st_mode
     except OSError:  # the descriptor of the listing itself
         return False
-    # Sockets cannot be opened again, output files are passed separately, and input is passed only from a pipe.
-    return stat.S_ISFIFO(mode) if descriptor == 0 else descriptor > 2 and not stat.S_ISSOCK(mode)
+    # Sockets and files without a type (eventfd, epoll) cannot be opened again, output files are passed separately, and
+    # input is passed only from a pipe.
+    reopened = stat.S_IFMT(mode) and not stat.S_ISSOCK(mode)
+    return stat.S_ISFIFO(mode) if descriptor == 0 else descriptor > 2 and reopened
 
 words = {words} + [*itertools.dropwhile(("-u", "-B").__contains__, sys.argv[1:])]
 inherited = [*filter(is_passed_on, map(int, os.listdir("/proc/self/fd")))]

@@ -273,8 +273,8 @@ def test_the_proof_of_the_guard_profiles_chooses_and_trains_at_the_batch_that_th
     mode, case = replace(TINY, epochs=8, profile_steps=16), TINY.cases[0]
     reports = guarded.Reports(tuple([200.0] * 128), 64.0, directions=True)
     batch, guard = guarded.choose_batch(case, mode, reports)
-    assert (batch, guard.steps(batch)) == (64, guard.steps(64)), "no larger batch leaves 500 steps"
-    assert guarded.choose_batch(case, replace(TINY, epochs=120), reports)[0] == 128
+    assert (batch, guard.steps(batch)) == (64, guard.steps(64)), "no larger batch leaves 250 steps"
+    assert guarded.choose_batch(case, replace(TINY, epochs=60), reports)[0] == 128
     seen = guarded.profile(case, mode, learning_rate=0.05)
     assert (len(seen.noise), seen.small_batch_size, seen.directions) == (16, 64.0, True)
     guarded.main(["--smoke", "--seeds", "1", "--epochs", "1", "--json", str(tmp_path / "guarded.json")])

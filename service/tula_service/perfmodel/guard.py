@@ -3,9 +3,9 @@
 S(B) = floor(E D / B) is the number of steps in the whole training run, b is the base batch, and N is the gradient noise
 scale. A batch B is allowed if
 
-    B <= b,   or   S(B) >= 500  and  ( B <= k (N + 2 b)   if N is known,
-                                       S(B) >= q B / b    if N is not known,
-                                       or S(B) >= 5,000   in either case )
+    B <= b,   or   S(B) >= S0  and  ( B <= k (N + 2 b)   if N is known,
+                                      S(B) >= q B / b    if N is not known,
+                                      or S(B) >= 5,000   in either case )
 
 In 271 training runs of five small networks, the number of steps predicted a loss of more than one accuracy point far
 better than the noise scale did. Of 13 combinations of a network and a number of epochs, none lost more than one point
@@ -23,11 +23,6 @@ from typing import Final
 
 from tula_wire.format import multiple
 
-MIN_STEPS: Final = 500
-"""Number of steps that training at a larger batch than the base batch must have.
-
-On development data, the default lost 1.1 ± 1.0 points at 480 steps (resnet20, 2,048 images), and 0.7 ± 1.1 at 960.
-"""
 LONG_STEPS: Final = 5_000
 UNDIVIDED: Final = "keep the learning rate, or take two micro-steps, without which `TulaOptimizer` cannot scale it"
 """The advice for one rank and one micro-step. The rate is kept because training diverges if it suddenly increases."""
@@ -36,23 +31,24 @@ _SMALL_FLOAT: Final = 1e-9
 
 @dataclass(frozen=True)
 class GuardConstants:
-    """The constants k and q of the module's equation, measured with one training rule.
+    """The constants S0, k and q of the module's equation, measured with one training rule.
 
     lost: pairs of a number of steps and the mean loss of accuracy, in points relative to the base batch, of training
     runs with fewer steps.
     """
 
+    least_steps: int
     noise_factor: float
     steps_per_ratio: float
     lost: tuple[tuple[int, float], ...]
 
 
 _LOST_BY_GAIN: Final = ((40, 39.0), (80, 21.0), (150, 7.5), (186, 3.9), (300, 1.5))
-TURNED: Final = GuardConstants(3.0, 40.0, ((40, 27.0), (80, 17.0), (150, 2.5)))
+TURNED: Final = GuardConstants(250, 3.0, 40.0, ((40, 27.0), (80, 17.0), (150, 2.5)))
 """Constants for SGD with turned steps of matrices under the policy `gain`, which is the default of `TulaOptimizer`."""
-SGD: Final = GuardConstants(1.0, 100.0, _LOST_BY_GAIN)
+SGD: Final = GuardConstants(250, 1.0, 100.0, _LOST_BY_GAIN)
 """Constants for SGD with a learning rate that is scaled by the gain, without turned steps."""
-CAREFUL: Final = GuardConstants(1.0, 150.0, _LOST_BY_GAIN)
+CAREFUL: Final = GuardConstants(500, 1.0, 150.0, _LOST_BY_GAIN)
 """Constants that were measured with AdamW and are used for all optimizers other than SGD."""
 
 
@@ -81,7 +77,7 @@ class AccuracyGuard:
         if global_batch_size <= self.base_batch_size:
             return True
         steps = self.steps(global_batch_size)
-        if steps < MIN_STEPS:
+        if steps < self.constants.least_steps:
             return False
         return steps >= LONG_STEPS or self.within_noise(global_batch_size)
 
@@ -125,7 +121,7 @@ class AccuracyGuard:
                 train += f", rate x {multiple(learning_rate_factor)}"
             return f"{counted}; {noise}; most such training runs lost at most 1 point in our experiments; {train}."
         remedy = "Train for more epochs or use a smaller batch."
-        if steps >= MIN_STEPS:
+        if steps >= self.constants.least_steps:
             return f"Accuracy at risk: {counted}; {noise}. {remedy}"
         lost = self.constants.lost
         said = next(
@@ -136,7 +132,7 @@ class AccuracyGuard:
             ),
             "",
         )
-        said = said or f"fewer than {MIN_STEPS} steps may be too few"
+        said = said or f"fewer than {self.constants.least_steps} steps may be too few"
         return f"Accuracy at risk: only {counted}; {said}. {remedy}"
 
 

@@ -157,14 +157,14 @@ def test_a_short_training_keeps_the_batch_small_and_says_what_a_larger_one_would
     assert answer.chosen is not None
     assert answer.quality is not None
     assert answer.quality.kept
-    assert answer.quality.steps == 200_000 // answer.chosen.global_batch_size >= 500
+    assert answer.quality.steps == 200_000 // answer.chosen.global_batch_size >= 250
     assert "Larger batches tend to generalise worse" in answer.why
     assert "use the objective time or cost if you accept this" in answer.why
     assert fastest.chosen is not None
     assert fastest.quality is not None
     assert fastest.chosen.global_batch_size == 512
     assert not fastest.quality.kept
-    assert fastest.quality.sentence.startswith("Accuracy at risk: only 390 steps")
+    assert fastest.quality.sentence.startswith("Accuracy at risk: 390 steps")
     assert "generalise" not in fastest.why
 
 
