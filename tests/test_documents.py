@@ -200,8 +200,8 @@ def test_every_picture_is_used_and_described_and_made_by_the_script() -> None:
     assert all(path.is_file() and len(text) > 30 for path, text in used.items())
 
 
-def test_the_film_of_a_terminal_is_small_loads_nothing_and_stands_still_for_who_wants_no_motion() -> None:
-    """The test checks the film in the documents and one made from a minute of a command's output."""
+def test_a_terminal_recording_is_small_loads_nothing_and_does_not_move_for_readers_who_prefer_reduced_motion() -> None:
+    """The recordings are the one in the documents and one made from a minute of a command's output."""
     film = runpy.run_path(str(ROOT / "docs" / "pictures.py"))["film"]
     pieces = [(second / 10, f"\r\x1b[2K\x1b[32mstep\x1b[0m {second} <&>") for second in range(600)]
     for text in (film(pieces), (ROOT / "docs" / "pictures" / "tune.svg").read_text(encoding="utf-8")):

@@ -314,8 +314,8 @@ class Recommendation(WireModel):
     job_id: str = Field(description="Id of the job.")
     created_at: Timestamp = Field(description="When the recommendation was computed (RFC 3339, with time zone).")
     basis: Basis = Field(
-        description="Basis of the predictions: `prior` is the specification, `transfer` earlier jobs, `probed` this "
-        "job's runs on one node and a probe of the network, and `profiled` this job's runs."
+        description="What the predictions are based on: the specification (`prior`), earlier jobs (`transfer`), this "
+        "job's runs on one node and a probe of the network (`probed`), or this job's runs (`profiled`)."
     )
     objective: str = Field(description="The objective that was optimized.")
     chosen: Candidate | None = optional("The recommended candidate; null if no candidate is within the limits.")

@@ -1,4 +1,4 @@
-"""Tests that a changed `job.toml` changes the job, and registers another job only if a fixed field has changed."""
+"""Tests that `job.toml` changes the existing job, and that a new job is registered only if a fixed field differs."""
 
 from __future__ import annotations
 

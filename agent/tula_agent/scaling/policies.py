@@ -30,14 +30,14 @@ class Gain:
     """Default policy: multiplies the learning rate by the noise gain of earlier steps or, under Adam, by its square
     root.
 
-    Under torch's SGD, the steps of matrices are also turned to directions that noise does not dominate (`direction`).
-    The steps of embeddings and of parameter groups with `direction=False` are not turned.
+    Under torch's SGD, the updates of matrices also get directions that noise does not dominate (`direction`). The
+    updates of embeddings and of parameter groups with `direction=False` keep their directions.
 
     s_max: the maximum factor; the default is B / b_small, which is also the upper limit.
     spike_limit: while the gain is above 1, gradients whose norm exceeds this multiple of the usual norm are clipped to
     this multiple; None turns clipping off.
 
-    The class attributes are the rule's constants, which only experiments change by subclassing. `noise_weight`: c in
+    The class attributes are the rule's constants; only experiments change them, by subclassing. `noise_weight`: c in
     the formula of the gain (rule.py). `growth`: the maximum ratio between the factors of two consecutive steps; None
     means no limit. `adaptive_power`: the exponent of the gain under an optimizer that divides by the gradient's size.
     `damping`: c in the formula of the direction (direction.py); 0 gives all directions the same length, and None keeps

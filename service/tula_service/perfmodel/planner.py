@@ -170,8 +170,8 @@ class _State:
             return f"The budget of {budget.max_runs} {one if budget.max_runs == 1 else many} ({which}) is spent."
         if not self.affordable:
             return (
-                f"Too little remains of the budget of {budget.max_gpu_seconds:g} GPU-seconds "
-                "(profiling.max_gpu_seconds) for another run."
+                f"The budget of {budget.max_gpu_seconds:g} GPU-seconds (profiling.max_gpu_seconds) has too little left "
+                "for another run."
             )
         return None
 
