@@ -633,7 +633,7 @@ class ProfilingSpec(WireModel):
         "Maximum profiling time in seconds, summed over all ranks; null for no limit."
     )
     memory_safety: Share = Field(0.95, description="Required probability that a recommended batch fits in memory.")
-    only: _OptionNames | None = optional("Options to vary, while all others keep their first value; null to vary all.")
+    only: _OptionNames | None = optional("Options to vary, while all others keep their first values; null to vary all.")
 
 
 _PerKwh = Annotated[float, Strict(), Field(ge=0, le=1e6)]

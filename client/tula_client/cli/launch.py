@@ -95,7 +95,7 @@ def tune(
     ] = [],  # noqa: B006 - typer copies
     only: Annotated[
         str | None,
-        typer.Option(metavar="OPTION,...", help="Vary only these options of the job; others keep their first value."),
+        typer.Option(metavar="OPTION,...", help="Vary only these options of the job; others keep their first values."),
     ] = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Launch every option value once, even values that cannot be the best.")

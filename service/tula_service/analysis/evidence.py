@@ -198,10 +198,10 @@ class _Crash:
     def sentence(self) -> str:
         """Return a sentence that names the excluded values, the reason, and how to retry them."""
         where = "" if self.everywhere else f" on {' and '.join(sorted(self.types))}"
-        why = f": {self.message.rstrip('.')}." if self.message else "."
+        why = f" ({self.message.rstrip('.')})" if self.message else ""
         return (
             f"{' with '.join(' '.join(pair) for pair in self.values)} is excluded{where} because every launch with it "
-            f"failed; to retry it, register the job again{why}"
+            f"failed{why}; to retry it, register the job again."
         )
 
     def bars(self, variant: Variant) -> bool:

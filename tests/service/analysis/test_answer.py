@@ -446,8 +446,8 @@ def test_a_combination_that_crashes_condemns_a_value_only_once_that_value_fails_
     answer = answer_of(data)
     assert answer.evidence.left_out == {}
     assert {c.options for c in answer.evidence.failed} == {both.options}
-    said = "compile on with precision bf16 is excluded because every launch with it failed; to retry it, register the"
-    assert f"{said} job again: Exit code 1. " in explanation.why(answer)
+    said = "compile on with precision bf16 is excluded because every launch with it failed (Exit code 1); to retry it, "
+    assert f"{said}register the job again. " in explanation.why(answer)
     assert effect_of(answer, "on").sentence.startswith("compile on has failed in every launch; in other combinations, ")
     answer = answer_of(measured(data, at(compiled="on"), state="failed"))
     assert set(answer.evidence.left_out) == {("compile", "on")}
