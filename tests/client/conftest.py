@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,23 +17,23 @@ if TYPE_CHECKING:  # fixtures import the service: no test of make quick needs it
     from fastapi import FastAPI
 
 
-@pytest.fixture(scope="session")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
-    """Return the application on a new, migrated SQLite file; each test registers jobs under different names."""
+@contextmanager
+def application(folder: Path) -> Iterator[FastAPI]:
+    """Yield the application on a new, migrated SQLite file in `folder`."""
     from benchmarks.support.server import migrate
     from tula_service.app import create_app
     from tula_service.settings import Settings
 
-    database = str(tmp_path_factory.mktemp("client") / "tula.db")
+    database = str(folder / "tula.db")
     migrate(database)
     built = create_app(Settings(database=database))
     yield built
     built.state.services.store.close()
 
 
-@pytest.fixture(scope="session")
-def address(app: FastAPI) -> Iterator[str]:
-    """Serve the application on a free port of this machine; return its address."""
+@contextmanager
+def serving(app: FastAPI) -> Iterator[str]:
+    """Serve the application on a free port of this machine; yield its address."""
     import uvicorn
 
     config = uvicorn.Config(
@@ -45,6 +47,20 @@ def address(app: FastAPI) -> Iterator[str]:
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     server.should_exit = True
     thread.join(20)
+
+
+@pytest.fixture(scope="session")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
+    """Return the application that the tests share; each test registers jobs under different names."""
+    with application(tmp_path_factory.mktemp("client")) as built:
+        yield built
+
+
+@pytest.fixture(scope="session")
+def address(app: FastAPI) -> Iterator[str]:
+    """Return the address of the application that the tests share."""
+    with serving(app) as url:
+        yield url
 
 
 @pytest.fixture

@@ -122,7 +122,7 @@ def _begin(runner: Runner, job: Job, fresh: bool, reconfigure: bool, configurati
     work, note = runner.work, runner.reporter.note
     state = None if fresh else work.load(_State, _STATE)
     if state is not None and not may_hold_files(work.checkpoints(state.training)):
-        note("The unfinished training run left no checkpoint, so a new one is started.")
+        note("The unfinished training run left no checkpoint, so training starts from the beginning.")
         state = None  # the old configuration may be an outdated guess
     if state is None:
         return _State(configuration or _recommended(runner, job), work.next_training())

@@ -87,8 +87,18 @@ def test_a_script_that_follows_its_options_is_left_in_peace() -> None:
 @pytest.mark.parametrize(
     ("network", "autocast", "options", "sentence"),
     [
-        (Network(), None, {"precision": "bf16"}, "is bf16 in this run, but its forward pass was computed in float32"),
-        (Network(), torch.bfloat16, {"precision": "fp32"}, "its forward pass was computed in bfloat16: use {precisio"),
+        (
+            Network(),
+            None,
+            {"precision": "bf16"},
+            "precision is bf16 in this run, but its forward pass was computed in fl",
+        ),
+        (
+            Network(),
+            torch.bfloat16,
+            {"precision": "fp32"},
+            "but its forward pass was computed in bfloat16: use {precisio",
+        ),
         (Network(), torch.bfloat16, {"precision": "fp16"}, "but its forward pass was computed in bfloat16"),
         (Network(), None, {"compile": "on"}, "compile is on in this run, but nothing was compiled: use {compile}"),
         (Network(), None, {"checkpointing": "on"}, "but no part of its forward pass was repeated in the backward"),

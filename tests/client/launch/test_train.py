@@ -299,7 +299,7 @@ def test_a_start_without_a_checkpoint_does_not_fix_the_configuration(tmp_path):
     bench = bench_of(tmp_path, service, notes, (0, False))
     assert trained_with(go(bench, service)) == configuration(2, 64)
     assert bench.started[0][1]["TULA_RESTART"] == "0"
-    assert any("left no checkpoint, so a new one is started" in note for note in notes.notes)
+    assert any("left no checkpoint, so training starts from the beginning" in note for note in notes.notes)
 
 
 def test_a_training_that_is_interrupted_is_cancelled(tmp_path):
