@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import Final
 
@@ -98,12 +98,17 @@ def due(engine: sa.Engine, *, before: datetime) -> Sequence[str]:
 @contextmanager
 def dropping(engine: sa.Engine) -> Iterator[None]:
     """Hold the lock for dropping months. Raises Conflict if another process holds this lock."""
-    # The lock is held outside a transaction, which would be terminated as idle; closing the connection releases it.
+    # The lock is held outside a transaction, which would be terminated as idle. Postgres also releases the lock when it
+    # notices that the connection is closed (if this process is killed), but that is too late for a prune right after.
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.detach()
         if not connection.execute(sa.select(sa.func.pg_try_advisory_lock(_LOCK_OF_DROPPING))).scalar():
             raise Conflict("Another `tula prune --yes` is dropping months of telemetry: wait until it has finished.")
-        yield
+        try:
+            yield
+        finally:
+            with suppress(sa.exc.DBAPIError):  # a broken connection holds no lock, and hides no error of the caller
+                connection.execute(sa.select(sa.func.pg_advisory_unlock(_LOCK_OF_DROPPING)))
 
 
 def drop(engine: sa.Engine, table: str, archive: Archive | None, *, before: datetime | None = None) -> bool:

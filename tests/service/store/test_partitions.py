@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sqlalchemy as sa
 from fastapi.testclient import TestClient
 from pyarrow import parquet
 from sqlalchemy import Engine, create_engine
@@ -210,6 +211,20 @@ def test_of_two_that_prune_one_drops_months_and_the_other_says_so(store: Store, 
         prune(store, tmp_path)
     assert table(THIS) in tables(store)
     assert prune(store, tmp_path).telemetry == [table(THIS)]
+
+
+def test_the_lock_is_free_as_soon_as_it_is_released(store: Store) -> None:
+    """The next prune once found the lock held, since Postgres notices some time later that a connection is closed."""
+    held = []
+
+    @sa.event.listens_for(store.engine, "close_detached")
+    def before_closing(_: object) -> None:
+        with store.engine.connect() as connection:
+            held.append(connection.scalar(sa.text("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'")))
+
+    with partitions.dropping(store.engine):
+        before_closing(None)
+    assert held == [1, 0]
 
 
 def test_an_attempt_that_fails_leaves_the_files_of_one_that_finished(store: Store, tmp_path: Path) -> None:
