@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -220,18 +220,34 @@ class Shape:
 def embeddings(parameters: Sequence[torch.Tensor]) -> list[bool]:
     """Return a flag for each of `parameters`, True if it is an embedding table of a module in this process.
 
-    An optimizer refers only to tensors, so the modules are found through the garbage collector, which takes tens of
-    milliseconds. The collector does not list objects that `gc.freeze` has hidden, so a warning is logged if a
-    parameter is hidden. The search does not run any code of the modules.
+    An optimizer refers only to tensors, so the modules are found through the garbage collector as objects that refer to
+    their class, which takes tens of milliseconds. The collector does not list objects that `gc.freeze` has hidden, so a
+    warning is logged if a parameter is hidden. The search does not run any code of the modules.
     """
-    objects = gc.get_objects()
-    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    kinds = (*_family(torch.nn.Embedding), *_family(torch.nn.EmbeddingBag))
+    modules = [item for item in gc.get_referrers(*kinds) if any(type(item) is kind for kind in kinds)]
     # Do not read `module.weight`: a parametrized module would compute the weight, which may change buffers or raise.
-    modules = [item for item in objects if issubclass(type(item), kinds)]
     tables = {id(vars(module).get("_parameters", {}).get("weight")) for module in modules}
-    if gc.get_freeze_count() and not {id(parameter) for parameter in parameters} <= {id(item) for item in objects}:
+    if gc.get_freeze_count() and _hidden(parameters):
         logger.warning(FROZEN)
     return [id(parameter) in tables for parameter in parameters]
+
+
+def _family(kind: type) -> Iterator[type]:
+    """Yield `kind` and all its subclasses."""
+    yield kind
+    for subclass in type.__subclasses__(kind):
+        yield from _family(subclass)
+
+
+def _hidden(parameters: Sequence[torch.Tensor]) -> bool:
+    """Return True if the garbage collector does not list all `parameters`."""
+    missing = {id(parameter) for parameter in parameters}
+    for generation in range(3):  # the youngest is the smallest, and has the parameters of a model that was just built
+        missing.difference_update(map(id, gc.get_objects(generation)))
+        if not missing:
+            return False
+    return True
 
 
 def matrix_shape(parameter: torch.Tensor) -> Shape | None:
