@@ -28,7 +28,7 @@ demo: $(STAMP)  ## serve, tune a real DDP script, recommend, verify, train; unde
 
 test: $(STAMP)  ## every test; says which ones this machine cannot run, and the ten slowest
 	tests/system-packages.sh
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 10
+	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations 10
 
 # In two processes, because the service's tests need no torch, which takes 3 s to import, and the others no database.
 quick: $(STAMP)  ## what answers within a minute: wire, model, analysis, and parts of use cases, client and agent
