@@ -125,7 +125,7 @@ def private_uses(path: Path, names: set[str]) -> list[str]:
         if (
             isinstance(node, ast.Attribute)
             and node.attr in names
-            and ast.unparse(node.value) not in ("self", "cls", "os")
+            and ast.unparse(node.value) not in ("self", "cls", "os", "weakref.finalize")
         ):
             found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tula_"):

@@ -383,13 +383,10 @@ def test_the_optimizer_s_time_is_apart_from_the_gradient_s(sink: Sink, tmp_path:
             optimizer.step() if step < 2 else optimizer.step(gradients)
     run.finish()
     assert not sink.invalid
-    rows = sink.rows("step", "step_time_s", "optimizer_time_s")
-    assert [step for step, *_ in rows] == [0, 1, 2, 3]
-    for step, step_time_s, optimizer_time_s in rows:
-        if step < 2:
-            assert 0.04 <= optimizer_time_s <= step_time_s - 0.03
-        else:
-            assert optimizer_time_s is None
+    assert sink.steps() == [0, 1, 2, 3]
+    rows = [row for row in sink.rows("step", "step_time_s", "optimizer_time_s") if row[2] is not None]
+    assert [step for step, *_ in rows] == [0, 1]
+    assert all(0.04 <= optimizer_time_s <= step_time_s - 0.03 for _, step_time_s, optimizer_time_s in rows)
 
 
 def test_the_host_times_no_optimizer_of_another_device(sink: Sink, tmp_path: Path) -> None:

@@ -236,7 +236,8 @@ def embeddings(parameters: Sequence[torch.Tensor]) -> list[bool]:
 def _family(kind: type) -> Iterator[type]:
     """Yield `kind` and all its subclasses."""
     yield kind
-    for subclass in type.__subclasses__(kind):
+    subclasses: list[type] = type.__subclasses__(kind)
+    for subclass in subclasses:
         yield from _family(subclass)
 
 
