@@ -57,7 +57,10 @@ def test_a_step_that_only_computes_asks_for_nothing(sink: Sink, launch: Launch) 
 
 
 def test_two_hundred_tiny_layers_are_bound_by_starting_them(sink: Sink, launch: Launch) -> None:
-    verdicts = said(launch("bound.py", "launches"))
+    for _ in range(3):  # on busy cores, a step may take long for other reasons, but not in each of three runs
+        sink.requests.clear()
+        if verdicts := said(launch("bound.py", "launches")):
+            break
     assert {name for name, _ in verdicts} == {"Launch-bound"}
     assert served(sink) == "launch_bound"
 
