@@ -135,6 +135,14 @@ def test_small_operations_that_take_the_compute_time_to_start_are_launch_bound()
     assert diagnose(steps_of(), HostFacts(operations=1000, launch_time_s=2e-4)).diagnosis == "compute_bound"
 
 
+def test_one_short_step_of_few_makes_no_launches_the_bottleneck() -> None:
+    """The tenth percentile was once extrapolated from three steps to a negative time, so all of it was launches."""
+    rest = [None] * 37  # DDP times communication in only a few steps
+    split = replace(steps_of(data=0.0), exposed_comm_time_s=[0.01, 0.01, 0.01, *rest], skew_s=[0.3, 0.0, 0.0, *rest])
+    steps = replace(split, step_time_s=[0.6, *split.step_time_s[1:]])
+    assert diagnose(steps, HostFacts(operations=5, launch_time_s=0.00002)).diagnosis != "launch_bound"
+
+
 def test_a_busy_host_that_slows_all_but_a_few_steps_hides_no_launches() -> None:
     times = [1.0 if step % 7 == 0 else 2.5 for step in range(42)]
     verdict = diagnose(replace(steps_of(42), step_time_s=times), HostFacts(operations=1000, launch_time_s=8e-4))
