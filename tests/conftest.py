@@ -93,11 +93,11 @@ WHY_NO_CLUSTER = {
 
 
 MEMORY, LEAST_BYTES = Path("/dev/shm"), 2 * 1024**3
-"""A file system in memory, and its least free space for the files of a test run, which take half a gigabyte."""
+"""A file system in memory, and the free space that it must have. The files of a test run take half a gigabyte."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep all temporary files in memory if there is room, since new files on a disk took a fifth of the CPU time."""
+    """Keep all temporary files in memory if there is room, since writing them to a disk takes much CPU time."""
     is_worker = hasattr(config, "workerinput")  # its environment is that of the first process
     if is_worker or "TMPDIR" in os.environ or not MEMORY.is_dir() or shutil.disk_usage(MEMORY).free < LEAST_BYTES:
         return

@@ -305,7 +305,7 @@ def serve_forks(name: str, modules: Sequence[str]) -> None:
 
 
 def load(modules: Sequence[str]) -> None:
-    """Import the modules, and spare the children all that they need not repeat."""
+    """Import the modules, and do once in the parent what each child would otherwise repeat."""
     for module in modules:
         importlib.import_module(module)
     know_files()

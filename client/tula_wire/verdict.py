@@ -332,7 +332,7 @@ def _fast_compute_s(steps: Steps) -> float:
     """
     rows = zip(steps.step_time_s, steps.input_time_s, steps.exposed_comm_time_s, steps.skew_s, strict=True)
     compute = [t - (data or 0.0) - comm - (skew or 0.0) for t, data, comm, skew in rows if comm is not None]
-    return max(1e-9, quantiles(compute, n=10, method="inclusive")[0])  # the other method extrapolates from few steps
+    return max(1e-9, quantiles(compute, n=10, method="inclusive")[0])  # the default extrapolates from few steps
 
 
 def _mapped(share: Estimate, saved: Callable[[float], float]) -> Estimate:

@@ -136,7 +136,7 @@ def test_small_operations_that_take_the_compute_time_to_start_are_launch_bound()
 
 
 def test_one_short_step_of_few_makes_no_launches_the_bottleneck() -> None:
-    """The tenth percentile was once extrapolated from three steps to a negative time, so all of it was launches."""
+    """The tenth percentile of three compute times was once extrapolated to a negative time, which launches exceed."""
     rest = [None] * 37  # DDP times communication in only a few steps
     split = replace(steps_of(data=0.0), exposed_comm_time_s=[0.01, 0.01, 0.01, *rest], skew_s=[0.3, 0.0, 0.0, *rest])
     steps = replace(split, step_time_s=[0.6, *split.step_time_s[1:]])

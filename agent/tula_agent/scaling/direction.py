@@ -220,8 +220,8 @@ class Shape:
 def embeddings(parameters: Sequence[torch.Tensor]) -> list[bool]:
     """Return a flag for each of `parameters`, True if it is an embedding table of a module in this process.
 
-    An optimizer refers only to tensors, so the modules are found through the garbage collector as objects that refer to
-    their class, which takes tens of milliseconds. The collector does not list objects that `gc.freeze` has hidden, so a
+    An optimizer refers only to tensors, so this function asks the garbage collector for the instances of the classes of
+    embeddings, which takes tens of milliseconds. The collector does not list objects that `gc.freeze` has hidden, so a
     warning is logged if a parameter is hidden. The search does not run any code of the modules.
     """
     kinds = (*_family(torch.nn.Embedding), *_family(torch.nn.EmbeddingBag))
