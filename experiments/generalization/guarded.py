@@ -2,7 +2,7 @@
 
     python -m experiments.generalization.guarded --json results/guarded.json --runs results/quick-runs.jsonl
 
-For each network and data set of `--quick`, and each number in `--epochs`, the program takes these steps:
+For each network and data set of `--quick` and of FURTHER, and each number in `--epochs`, the program takes these steps:
 
 1. It trains with the default method for 128 steps at four times the base batch, and reads the noise scale and the
    reports of these steps as the service does.
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 import tula_wire as wire
 from benchmarks.support.report import provenance
-from experiments.generalization.campaign import Campaign, Job, picked_rates
+from experiments.generalization.campaign import Campaign, Job, picked_rates, tune_base_rate
 from experiments.generalization.cases import MODES, Case, Mode
 from experiments.generalization.data import ImageSet, load
 from experiments.generalization.methods import ADAM_METHODS, METHODS, Method, prepare, small_methods
@@ -45,6 +45,15 @@ from tula_service.perfmodel.pricing import Estimate, Training
 
 PROFILE_RATIO = 4
 MOST_DOUBLINGS, MOST_RANKS = 6, 4
+FURTHER = {
+    Case("glyphs", "resnet20", 512, 4, num_train=4096): 0.2,
+    Case("glyphs", "residual", 512, 4): None,
+    Case("glyphs", "depthwise", 512, 4): None,
+}
+"""Cases that test the guard only, chosen on 2026-11-29 before any of them had been trained, with their base rates.
+
+None means the rate of best validation accuracy at the base batch.
+"""
 DEFAULT = {adam: next(m for m in (ADAM_METHODS if adam else METHODS) if m.role == "default") for adam in (False, True)}
 
 
@@ -208,6 +217,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="store runs in FILE, and skip stored runs (also those of --quick); other --epochs use separate files",
     )
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=1, help="number of concurrent training runs (1)")
     parser.add_argument("--epochs", type=int, nargs="+", default=[30])
     parser.add_argument(
         "--smoke", action="store_true", help="train two tiny cases, only to check that the program works"
@@ -217,13 +227,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     quick = MODES["quick"].smoke() if arguments.smoke else MODES["quick"]
     rates = picked_rates()
     rows: list[Guarded] = []
+    tuning = Campaign(arguments.runs, workers=arguments.workers)
     for epochs in arguments.epochs:
-        mode, path = replace(quick, epochs=epochs), arguments.runs
-        if path is not None and epochs != quick.epochs:
-            path = path.with_stem(f"{path.stem}-{epochs}-epochs")
-        campaign = Campaign(path)
-        for case in mode.cases:
-            rate = rates.get(case.name, 0.05)
+        mode, path, campaign = replace(quick, epochs=epochs), arguments.runs, tuning
+        if epochs != quick.epochs:
+            path = None if path is None else path.with_stem(f"{path.stem}-{epochs}-epochs")
+            campaign = Campaign(path, workers=arguments.workers)
+        for case in mode.cases if arguments.smoke else (*mode.cases, *FURTHER):
+            rate = 0.05 if arguments.smoke else rates.get(case.name) or FURTHER[case]
+            if rate is None:
+                rate = tune_base_rate(tuning, case, small_methods(case)[0], quick).best
             rows.append(guarded(case, mode, campaign, learning_rate=rate, seeds=arguments.seeds))
             print(table(rows[-1:]).splitlines()[-1], flush=True)
     losses = [row.lost.mean for row in rows if row.batch_size > row.case.base_batch_size]

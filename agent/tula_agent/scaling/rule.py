@@ -3,8 +3,10 @@
     r = (|G|^2 + c S/b) / (|G|^2 + c S/B),   c = 4,   in [1, B/b]
 
 The learning rate is multiplied by r or, under Adam, by the square root of r; this factor is at most 1.1 times the
-previous step's factor. With c = 1, r is AdaScale's gain (Johnson et al. 2020, equation 6). `Measure` performs the same
-measurement with a factor of 1. `SpikeClip` clips gradients whose norm is suddenly much larger than earlier norms.
+previous step's factor. If B/b is at most 4 in a network with batch normalization, the factor grows by at most
+(B/b)^(B/(88 b)) per step, so that it reaches B/b after 88 base batches. With c = 1, r is AdaScale's gain (Johnson et
+al. 2020, equation 6). `Measure` performs the same measurement with a factor of 1. `SpikeClip` clips gradients whose
+norm is suddenly much larger than earlier norms.
 """
 
 from __future__ import annotations
@@ -27,6 +29,13 @@ STATE_SIZE = 13  # length of `GainRule.state` without the numbers for the parame
 DENSE_STEPS = 512  # each of the first steps is measured, then every eighth
 MEASURE_DENSE_STEPS = 128  # for policy `measure`; a launch of three batch sizes has at most 105 steps
 SPARSE_EVERY = 8
+NORMALIZED_RAMP = 88.0
+"""Number of base batches of examples after which the factor may reach B / b, where steps keep their directions because
+of batch normalization.
+
+A fast start costs deep networks with batch normalization accuracy that they never regain; 176 was too slow for short
+training runs.
+"""
 
 PLAIN = (torch.optim.SGD, torch.optim.ASGD)
 """Optimizers whose update is proportional to the gradient; other optimizers, such as Adam, divide by its size."""
@@ -130,19 +139,26 @@ class GainRule:
             self._statistics.warn(LEFT_OUT)
 
     def _factor(self, numbers: Numbers) -> float:
-        """Return r^power, but at most s_max and `growth` times the last factor; 1 before the first measurement.
+        """Return r^power, but at most s_max and a growth of the last factor; 1 before the first measurement.
 
         s_max is at most B / b_small.
         """
         policy, state = self._policy, self._state
         if not self._scales or not state.noise.count:
             return 1.0
-        ratio = self._statistics.batch_ratio(numbers.small_batch_size) or state.samples
+        ratio = self._ratio(numbers)
         power = 1.0 if is_plain(self._statistics.inner) else policy.adaptive_power
         gain: float = state.noise.gain(ratio, policy.noise_weight) ** power
-        if policy.growth is not None:
-            gain = min(gain, state.factor * policy.growth)
+        growth = policy.growth
+        if growth is not None:
+            if self._directions is not None and self._directions.keeps(ratio):
+                growth = min(growth, ratio ** (ratio / NORMALIZED_RAMP))
+            gain = min(gain, state.factor * growth)
         return min(max(gain, 1.0), ratio if numbers.s_max is None else min(numbers.s_max, ratio))
+
+    def _ratio(self, numbers: Numbers) -> float:
+        """Return B / b, or the ratio of the last reading if a batch size is unknown."""
+        return self._statistics.batch_ratio(numbers.small_batch_size) or self._state.samples
 
     def _receive(self) -> None:
         """Add the reading that was sent in an earlier step to the averages."""
@@ -196,7 +212,9 @@ class GainRule:
         if statistics.tap.mode is None:
             return None
         if statistics.ranks.size > 1 or statistics.tap.parts >= 2:
-            places = () if self._directions is None else self._directions.plan(statistics.batch_size)
+            places = (
+                () if self._directions is None else self._directions.plan(statistics.batch_size, self._ratio(numbers))
+            )
             if places != statistics.matrices:  # no measurement is in flight, so none is for other matrices
                 statistics.matrices, self.matrix_noise = places, []
             return statistics.measure()

@@ -36,6 +36,7 @@ SCENARIOS = {
     "gain": {},
     "gain-alone": {"policy": Alone()},
     "gain-b_small": {"small_batch_size": 4},
+    "gain-normalized": {"small_batch_size": 4},
     "ags": {},
     "ags-probe": {"small_batch_size": 8},
     "ags-adamw": {},
@@ -56,11 +57,10 @@ SCENARIOS = {
 }
 
 
-def network() -> nn.Module:
+def network(*, normalized: bool) -> nn.Module:
     torch.manual_seed(3)
-    return nn.Sequential(
-        nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(6 * 36, 5)
-    )
+    norm = nn.BatchNorm2d(6) if normalized else nn.Identity()
+    return nn.Sequential(nn.Conv2d(1, 6, 3), norm, nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(6 * 36, 5))
 
 
 class Embedded(nn.Module):
@@ -82,7 +82,10 @@ def digest(model: nn.Module) -> str:
 
 
 def run(name: str, rank: int, world_size: int, steps: int) -> dict[str, object]:
-    ddp = nn.parallel.DistributedDataParallel(Embedded() if name == "gain-embedding" else network())
+    # Batch normalization would keep the directions of the other scenarios, whose B / b is 2.
+    normalized = not name.startswith("gain") or name == "gain-normalized"
+    module = Embedded() if name == "gain-embedding" else network(normalized=normalized)
+    ddp = nn.parallel.DistributedDataParallel(module)
     if name == "gain-embedding" and rank == 1:
         gc.freeze()  # one rank's collector does not show its modules
     if name == "gain-powersgd":
@@ -118,7 +121,7 @@ def run(name: str, rank: int, world_size: int, steps: int) -> dict[str, object]:
         images = torch.randn(size, 1, 8, 8, generator=draw)
         labels = (images[:, 0, 2:4].mean((1, 2)) * 6 + 2.5).long().clamp(0, 4)
         # A rank whose first batch can't be cut hands out whole ones until the ranks have agreed.
-        share = 0.5 if name == "gain-b_small" and (rank == 0 or step >= 4) and step < 20 else 1.0
+        share = 0.5 if name in ("gain-b_small", "gain-normalized") and (rank == 0 or step >= 4) and step < 20 else 1.0
         optimizer.observe_batch((images, labels), share=share)
         for part in range(micro_steps):
             chunk = slice(part * 16 // micro_steps, (part + 1) * 16 // micro_steps)

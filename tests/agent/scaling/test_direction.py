@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -300,6 +301,50 @@ def test_the_tables_of_embeddings_are_recognised_and_keep_their_steps():
     assert torch.equal(turned[0].weight, plain[0].weight)
 
 
+def normalized_after(policy: Gain, *, ratios: Sequence[int], norm: type[nn.Module] = nn.BatchNorm2d) -> tuple:
+    """Take three steps at each B / b; return the weights of a network with `norm`, and its optimizer."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 6, 3), norm(6), nn.ReLU(), nn.Flatten(), nn.Linear(216, 5))
+    sgd = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    optimizer = TulaOptimizer(sgd, small_batch_size=16, policy=policy)
+    for ratio in ratios:
+        for _ in range(3):
+            optimizer.zero_grad()
+            for _ in range(4):
+                images, labels = torch.randn(4 * ratio, 1, 8, 8), torch.randint(5, (4 * ratio,))
+                optimizer.observe_batch((images, labels))
+                (nn.functional.cross_entropy(net(images), labels) / 4).backward()
+            optimizer.step()
+    return [parameter.detach() for parameter in net.parameters()], optimizer
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.SyncBatchNorm, type("Own", (nn.BatchNorm2d,), {})])
+@pytest.mark.parametrize("ratio", [2, 4])
+def test_with_batch_normalization_up_to_four_times_the_base_batch_the_step_keeps_its_direction(norm, ratio):
+    """The factor grows so slowly that it reaches B / b after 88 base batches."""
+    default, optimizer = normalized_after(Gain(), ratios=[ratio], norm=norm)
+    slow = gain(damping=None, growth=ratio ** (ratio / 88))
+    plain, _ = normalized_after(slow, ratios=[ratio], norm=norm)
+    assert all(torch.equal(a, b) for a, b in zip(default, plain, strict=True))
+    assert optimizer.telemetry()["scale"] == pytest.approx(ratio ** (2 * ratio / 88)), "after two measurements"
+    assert optimizer.telemetry()["directions"] == 0.0
+
+
+@pytest.mark.parametrize(("norm", "ratio"), [(nn.BatchNorm2d, 5), (lambda channels: nn.GroupNorm(2, channels), 4)])
+def test_above_four_times_the_base_batch_or_without_batch_normalization_steps_are_turned(norm, ratio):
+    default, optimizer = normalized_after(Gain(), ratios=[ratio], norm=norm)
+    plain, _ = normalized_after(gain(damping=None), ratios=[ratio], norm=norm)
+    assert not torch.equal(default[0], plain[0])
+    assert optimizer.telemetry()["scale"] == pytest.approx(1.1**2)
+
+
+def test_turning_ends_when_the_batch_of_a_normalized_network_falls_to_four_times_the_base_batch():
+    _, optimizer = normalized_after(Gain(), ratios=[8])
+    assert len(noises(optimizer)) == 2
+    _, optimizer = normalized_after(Gain(), ratios=[8, 4])
+    assert noises(optimizer) == []
+
+
 def stepped_with_embedding(table: nn.Embedding) -> None:
     """Take two steps of a model with this embedding table; the second step is measured."""
     net = nn.Sequential(table, nn.Flatten(), nn.Linear(18, 6))
@@ -334,7 +379,7 @@ def test_a_model_that_is_hidden_from_the_garbage_collector_is_warned_of(caplog):
         stepped_with_embedding(table)
     finally:
         gc.unfreeze()
-    assert "put their weights into a parameter group with direction=False" in caplog.text
+    assert "call gc.freeze() after the first optimizer step" in caplog.text
 
 
 def test_a_grad_scaler_changes_no_bit_of_turned_steps_and_a_skipped_step_leaves_no_trace():

@@ -38,7 +38,7 @@ def assert_identical(records: list[dict]) -> None:
 
 
 def test_weights_and_factors_are_bit_identical_on_two_ranks(two_ranks):
-    assert len(two_ranks) == 20
+    assert len(two_ranks) == 21
     for records in two_ranks.values():
         assert len(records) == 2
         assert_identical(records)
