@@ -32,7 +32,7 @@ class Gain:
 
     Under torch's SGD, the updates of matrices also get directions that noise does not dominate (`direction`). The
     updates of embeddings and of parameter groups with `direction=False` keep their directions, and so do all updates
-    of a network with batch normalization if B / b is at most 4; the factor then also grows more slowly.
+    of a network with batch normalization if B / b is at most 4; below 4, its factor also grows more slowly.
 
     s_max: the maximum factor; the default is B / b_small, which is also the upper limit.
     spike_limit: while the gain is above 1, gradients whose norm exceeds this multiple of the usual norm are clipped to

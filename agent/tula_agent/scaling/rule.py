@@ -3,7 +3,7 @@
     r = (|G|^2 + c S/b) / (|G|^2 + c S/B),   c = 4,   in [1, B/b]
 
 The learning rate is multiplied by r or, under Adam, by the square root of r; this factor is at most 1.1 times the
-previous step's factor. If B/b is at most 4 in a network with batch normalization, the factor grows by at most
+previous step's factor. If B/b is below 4 in a network with batch normalization, the factor grows by at most
 (B/b)^(B/(88 b)) per step, so that it reaches B/b after 88 base batches. With c = 1, r is AdaScale's gain (Johnson et
 al. 2020, equation 6). `Measure` performs the same measurement with a factor of 1. `SpikeClip` clips gradients whose
 norm is suddenly much larger than earlier norms.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tula_agent.scaling.direction import Directions
+from tula_agent.scaling.direction import NORMALIZED_UP_TO, Directions
 from tula_agent.scaling.noise import NoiseAverage, gradient_variability, is_usable
 from tula_agent.scaling.policies import Gain, Numbers
 from tula_agent.scaling.ranks import AsyncReduction
@@ -30,11 +30,10 @@ DENSE_STEPS = 512  # each of the first steps is measured, then every eighth
 MEASURE_DENSE_STEPS = 128  # for policy `measure`; a launch of three batch sizes has at most 105 steps
 SPARSE_EVERY = 8
 NORMALIZED_RAMP = 88.0
-"""Number of base batches of examples after which the factor may reach B / b, where steps keep their directions because
-of batch normalization.
+"""Number of base batches after whose examples the factor may reach B / b, with batch normalization and B / b below 4.
 
-A fast start costs deep networks with batch normalization accuracy that they never regain; 176 was too slow for short
-training runs.
+A fast growth costs deep networks with batch normalization accuracy that they never regain; 176 was too slow for short
+training runs. At 4 times the base batch, a slower growth made no difference on development cases.
 """
 
 PLAIN = (torch.optim.SGD, torch.optim.ASGD)
@@ -151,7 +150,7 @@ class GainRule:
         gain: float = state.noise.gain(ratio, policy.noise_weight) ** power
         growth = policy.growth
         if growth is not None:
-            if self._directions is not None and self._directions.keeps(ratio):
+            if ratio < NORMALIZED_UP_TO and self._directions is not None and self._directions.keeps(ratio):
                 growth = min(growth, ratio ** (ratio / NORMALIZED_RAMP))
             gain = min(gain, state.factor * growth)
         return min(max(gain, 1.0), ratio if numbers.s_max is None else min(numbers.s_max, ratio))
