@@ -210,10 +210,10 @@ class GainRule:
         statistics = self._statistics
         if statistics.tap.mode is None:
             return None
+        places: tuple[int, ...] = ()
+        if self._directions is not None:  # also if nothing can be measured, since this decides `Directions.acts`
+            places = self._directions.plan(statistics.batch_size, self._ratio(numbers))
         if statistics.ranks.size > 1 or statistics.tap.parts >= 2:
-            places = (
-                () if self._directions is None else self._directions.plan(statistics.batch_size, self._ratio(numbers))
-            )
             if places != statistics.matrices:  # no measurement is in flight, so none is for other matrices
                 statistics.matrices, self.matrix_noise = places, []
             return statistics.measure()

@@ -519,10 +519,18 @@ def test_the_telemetry_says_from_the_first_step_on_whether_matrices_are_turned(p
     optimizer = TulaOptimizer(
         inner([{"params": list(net.parameters()), "direction": wanted}], lr=0.01),
         policy=policy,
-        global_batch_size=4,
-        small_batch_size=2,
+        global_batch_size=64,
+        small_batch_size=32,
     )
-    net(torch.randn(4, 1, 8, 8)).square().mean().backward()
+    net(torch.randn(64, 1, 8, 8)).square().mean().backward()
     optimizer.step()
     assert optimizer.telemetry()["directions"] == reported
-    assert optimizer.telemetry()["small_batch_size"] == 2.0
+    assert optimizer.telemetry()["small_batch_size"] == 32.0
+
+
+def test_one_rank_without_micro_steps_also_reports_that_batch_normalization_keeps_the_directions():
+    net = nn.Sequential(nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.Flatten(), nn.Linear(216, 5))
+    optimizer = TulaOptimizer(torch.optim.SGD(net.parameters(), lr=0.01), global_batch_size=64, small_batch_size=8)
+    net(torch.randn(64, 1, 8, 8)).square().mean().backward()
+    optimizer.step()
+    assert optimizer.telemetry()["directions"] == 0.0
