@@ -62,9 +62,7 @@ def measure(policy: Policy, size: int, device: torch.device, smoke: bool) -> Row
     for turn in range(1 if smoke else TURNS):
         for scaled in (turn % 2 == 0, turn % 2 == 1):
             bare = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-            optimizer: Any = (
-                TulaOptimizer(bare, global_batch_size=MICRO_STEPS * size, policy=policy) if scaled else bare
-            )
+            optimizer: Any = _wrapped(bare, policy, size) if scaled else bare
             for step in range(steps + 2):
                 if step == 2:
                     began = now(device)
@@ -89,6 +87,13 @@ def measure(policy: Policy, size: int, device: torch.device, smoke: bool) -> Row
     }
 
 
+def _wrapped(inner: torch.optim.Optimizer, policy: Policy, size: int) -> TulaOptimizer:
+    """Wrap `inner` at 8 times the base batch, at which steps are turned although ResNet-50 has batch normalization."""
+    return TulaOptimizer(
+        inner, global_batch_size=MICRO_STEPS * size, small_batch_size=max(1, MICRO_STEPS * size // 8), policy=policy
+    )
+
+
 def _waits(
     model: torch.nn.Module,
     batches: list[tuple[torch.Tensor, torch.Tensor]],
@@ -97,7 +102,7 @@ def _waits(
 ) -> list[str]:
     """Return the operations in eight steps at which the host waits for all work that is queued on the device."""
     bare = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-    optimizer = TulaOptimizer(bare, global_batch_size=MICRO_STEPS * len(batches[0][0]), policy=policy)
+    optimizer = _wrapped(bare, policy, len(batches[0][0]))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(2 + WATCHED):
