@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import math
 import statistics
 import time
 from functools import partial
@@ -86,7 +85,7 @@ def measure(*, depth: int, width: int, batch: int, side: int, steps: int) -> dic
         for part, values in rows.items():
             seconds_by_part[f"{name}.{part}"] = values[1:] or values
     directions = Directions(inner, Ranks())
-    noise = dict.fromkeys(directions.plan(None, math.inf), 1e-3)
+    noise = dict.fromkeys(directions.plan(None), 1e-3)
     seconds = []
     for _ in range(steps):
         began = _now(device)

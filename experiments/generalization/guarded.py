@@ -50,7 +50,7 @@ FURTHER = {
     Case("glyphs", "residual", 512, 4): None,
     Case("glyphs", "depthwise", 512, 4): None,
 }
-"""Cases that test the guard only, chosen on 2026-11-29 before any of them had been trained, with their base rates.
+"""Cases that test the guard only, chosen on 2026-11-29 before any of them was trained as recommended; and base rates.
 
 None means the rate of best validation accuracy at the base batch.
 """
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             path = None if path is None else path.with_stem(f"{path.stem}-{epochs}-epochs")
             campaign = Campaign(path, workers=arguments.workers)
         for case in mode.cases if arguments.smoke else (*mode.cases, *FURTHER):
-            rate = 0.05 if arguments.smoke else rates.get(case.name) or FURTHER[case]
+            rate = rates.get(case.name) or FURTHER.get(case)
             if rate is None:
                 rate = tune_base_rate(tuning, case, small_methods(case)[0], quick).best
             rows.append(guarded(case, mode, campaign, learning_rate=rate, seeds=arguments.seeds))

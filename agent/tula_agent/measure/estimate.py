@@ -15,6 +15,7 @@ from torch import nn
 from tula_agent.allocations import Allocation, AllocationModel, segments_grow
 from tula_agent.batches import map_tensors, tensors_in
 from tula_agent.torch_private import (
+    BATCH_NORMS,
     AllocationTrace,
     autocast_dtype,
     rounds_products,
@@ -32,7 +33,6 @@ largest.
 """
 _STEPS = 10
 """Number of steps to simulate for the largest batch; later steps only reuse the allocator's existing blocks."""
-_NORMALIZES_BATCHES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def estimate_memory(
         batch_bytes_per_sample=sum(t.numel() * t.element_size() for t in tensors) // size,
         activation_checkpointing=twice.recomputes,
         precision=_find_precision(model),
-        batch_normalization=any(isinstance(module, _NORMALIZES_BATCHES) for module in model.modules()),
+        batch_normalization=any(isinstance(module, BATCH_NORMS) for module in model.modules()),
         operations_per_step=twice.operations,
         convolution_elements_per_sample=(twice.convolution_elements - once.convolution_elements) // (times * size)
         or None,

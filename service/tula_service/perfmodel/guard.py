@@ -47,7 +47,7 @@ _LOST_BY_GAIN: Final = ((40, 39.0), (80, 21.0), (150, 7.5), (186, 3.9), (300, 1.
 TURNED: Final = GuardConstants(250, 3.0, 40.0, ((40, 27.0), (80, 17.0), (150, 2.5)))
 """Constants for SGD with turned steps of matrices under the policy `gain`, which is the default of `TulaOptimizer`."""
 SGD: Final = GuardConstants(250, 1.0, 100.0, _LOST_BY_GAIN)
-"""Constants for SGD with a learning rate that is scaled by the gain, without turned steps."""
+"""Constants for SGD with a learning rate that is scaled by the gain, if not all steps of all matrices are turned."""
 CAREFUL: Final = GuardConstants(500, 1.0, 150.0, _LOST_BY_GAIN)
 """Constants that were measured with AdamW and are used for all optimizers other than SGD."""
 

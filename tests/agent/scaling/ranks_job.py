@@ -37,6 +37,8 @@ SCENARIOS = {
     "gain-alone": {"policy": Alone()},
     "gain-b_small": {"small_batch_size": 4},
     "gain-normalized": {"small_batch_size": 4},
+    "gain-normalized-alone": {"small_batch_size": 4, "policy": Alone()},
+    "gain-normalized-twice": {"small_batch_size": 16},
     "ags": {},
     "ags-probe": {"small_batch_size": 8},
     "ags-adamw": {},
@@ -82,11 +84,11 @@ def digest(model: nn.Module) -> str:
 
 
 def run(name: str, rank: int, world_size: int, steps: int) -> dict[str, object]:
-    # Batch normalization would keep the directions of the other scenarios, whose B / b is 2.
-    normalized = not name.startswith("gain") or name == "gain-normalized"
+    # With batch normalization, steps would keep their directions in the scenarios whose B / b is 2 or 4.
+    normalized = name.startswith("gain-normalized") or not name.startswith("gain")
     module = Embedded() if name == "gain-embedding" else network(normalized=normalized)
     ddp = nn.parallel.DistributedDataParallel(module)
-    if name == "gain-embedding" and rank == 1:
+    if name in ("gain-embedding", "gain-normalized-twice") and rank == 1:
         gc.freeze()  # one rank's collector does not show its modules
     if name == "gain-powersgd":
         options = {"use_error_feedback": False, "warm_start": False, "min_compression_rate": 1}
@@ -121,7 +123,7 @@ def run(name: str, rank: int, world_size: int, steps: int) -> dict[str, object]:
         images = torch.randn(size, 1, 8, 8, generator=draw)
         labels = (images[:, 0, 2:4].mean((1, 2)) * 6 + 2.5).long().clamp(0, 4)
         # A rank whose first batch can't be cut hands out whole ones until the ranks have agreed.
-        share = 0.5 if name in ("gain-b_small", "gain-normalized") and (rank == 0 or step >= 4) and step < 20 else 1.0
+        share = 0.5 if name == "gain-b_small" and (rank == 0 or step >= 4) and step < 20 else 1.0
         optimizer.observe_batch((images, labels), share=share)
         for part in range(micro_steps):
             chunk = slice(part * 16 // micro_steps, (part + 1) * 16 // micro_steps)
@@ -147,6 +149,7 @@ def run(name: str, rank: int, world_size: int, steps: int) -> dict[str, object]:
         "factors": factors,
         "versions": versions,
         "noise_scale": noise_scale,
+        "steps_per_record": steps // 5,
     }
 
 

@@ -5,9 +5,10 @@ Without an estimate of the noise, the direction must be that of SGD.
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -301,30 +302,42 @@ def test_the_tables_of_embeddings_are_recognised_and_keep_their_steps():
     assert torch.equal(turned[0].weight, plain[0].weight)
 
 
-def normalized_after(policy: Gain, *, ratios: Sequence[int], norm: type[nn.Module] = nn.BatchNorm2d) -> tuple:
-    """Take three steps at each B / b; return the weights of a network with `norm`, and its optimizer."""
+def normalized(policy: Gain, *, ratio: int, norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> tuple:
+    """Return a network with `norm` and its optimizer, whose global batch is `ratio` times the base batch."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 6, 3), norm(6), nn.ReLU(), nn.Flatten(), nn.Linear(216, 5))
     sgd = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    optimizer = TulaOptimizer(sgd, small_batch_size=16, policy=policy)
-    for ratio in ratios:
-        for _ in range(3):
-            optimizer.zero_grad()
-            for _ in range(4):
-                images, labels = torch.randn(4 * ratio, 1, 8, 8), torch.randint(5, (4 * ratio,))
-                optimizer.observe_batch((images, labels))
-                (nn.functional.cross_entropy(net(images), labels) / 4).backward()
-            optimizer.step()
-    return [parameter.detach() for parameter in net.parameters()], optimizer
+    return net, TulaOptimizer(sgd, global_batch_size=16 * ratio, small_batch_size=16, policy=policy)
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.SyncBatchNorm, type("Own", (nn.BatchNorm2d,), {})])
+def take_steps(net: nn.Module, optimizer: TulaOptimizer, *, ratio: int, steps: int = 3) -> list[torch.Tensor]:
+    """Train for some steps of `ratio` times the base batch; return copies of the weights."""
+    draw = torch.Generator().manual_seed(ratio)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for _ in range(4):
+            images = torch.randn(4 * ratio, 1, 8, 8, generator=draw)
+            labels = torch.randint(5, (4 * ratio,), generator=draw)
+            (nn.functional.cross_entropy(net(images), labels) / 4).backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+class OwnNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch normalization of a library, which derives from none of the public classes."""
+
+    def _check_input_dim(self, input):
+        pass
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.SyncBatchNorm, OwnNorm])
 @pytest.mark.parametrize("ratio", [2, 4])
 def test_with_batch_normalization_up_to_four_times_the_base_batch_the_step_keeps_its_direction(norm, ratio):
     """At twice the base batch, the factor also grows so slowly that it reaches B / b after 88 base batches."""
-    default, optimizer = normalized_after(Gain(), ratios=[ratio], norm=norm)
+    net, optimizer = normalized(Gain(), ratio=ratio, norm=norm)
+    default = take_steps(net, optimizer, ratio=ratio)
     growth = 2.0 ** (2 / 88) if ratio == 2 else 1.1
-    plain, _ = normalized_after(gain(damping=None, growth=growth), ratios=[ratio], norm=norm)
+    plain = take_steps(*normalized(gain(damping=None, growth=growth), ratio=ratio, norm=norm), ratio=ratio)
     assert all(torch.equal(a, b) for a, b in zip(default, plain, strict=True))
     assert optimizer.telemetry()["scale"] == pytest.approx(growth**2), "after two measurements"
     assert optimizer.telemetry()["directions"] == 0.0
@@ -332,17 +345,39 @@ def test_with_batch_normalization_up_to_four_times_the_base_batch_the_step_keeps
 
 @pytest.mark.parametrize(("norm", "ratio"), [(nn.BatchNorm2d, 5), (lambda channels: nn.GroupNorm(2, channels), 4)])
 def test_above_four_times_the_base_batch_or_without_batch_normalization_steps_are_turned(norm, ratio):
-    default, optimizer = normalized_after(Gain(), ratios=[ratio], norm=norm)
-    plain, _ = normalized_after(gain(damping=None), ratios=[ratio], norm=norm)
+    net, optimizer = normalized(Gain(), ratio=ratio, norm=norm)
+    default = take_steps(net, optimizer, ratio=ratio)
+    plain = take_steps(*normalized(gain(damping=None), ratio=ratio, norm=norm), ratio=ratio)
     assert not torch.equal(default[0], plain[0])
     assert optimizer.telemetry()["scale"] == pytest.approx(1.1**2)
 
 
+@pytest.mark.parametrize("ratio", [2, 8])
+def test_a_normalized_network_that_is_resumed_between_two_measurements_continues_bit_for_bit(ratio):
+    seldom = gain(measure_every=8)
+    net, optimizer = normalized(seldom, ratio=ratio)
+    take_steps(net, optimizer, ratio=ratio, steps=10)
+    resumed, wrapped = normalized(seldom, ratio=ratio)
+    resumed.load_state_dict(net.state_dict())
+    wrapped.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    expected = take_steps(net, optimizer, ratio=ratio)
+    found = take_steps(resumed, wrapped, ratio=ratio)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert wrapped.telemetry()["scale"] == optimizer.telemetry()["scale"]
+    assert wrapped.telemetry()["directions"] == 0.0
+
+
 def test_turning_ends_when_the_batch_of_a_normalized_network_falls_to_four_times_the_base_batch():
-    _, optimizer = normalized_after(Gain(), ratios=[8])
-    assert len(noises(optimizer)) == 2
-    _, optimizer = normalized_after(Gain(), ratios=[8, 4])
-    assert noises(optimizer) == []
+    ends = []
+    for policy in (gain(measure_every=8), gain(measure_every=8, damping=None)):
+        net, optimizer = normalized(gain(measure_every=8), ratio=8)
+        take_steps(net, optimizer, ratio=8, steps=10)
+        then, wrapped = normalized(policy, ratio=4)
+        then.load_state_dict(net.state_dict())
+        wrapped.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        ends.append(take_steps(then, wrapped, ratio=4, steps=10))
+    turned, plain = ends
+    assert all(torch.equal(a, b) for a, b in zip(turned, plain, strict=True))
 
 
 def stepped_with_embedding(table: nn.Embedding) -> None:
@@ -519,13 +554,13 @@ def test_the_telemetry_says_from_the_first_step_on_whether_matrices_are_turned(p
     optimizer = TulaOptimizer(
         inner([{"params": list(net.parameters()), "direction": wanted}], lr=0.01),
         policy=policy,
-        global_batch_size=64,
-        small_batch_size=32,
+        global_batch_size=4,
+        small_batch_size=2,
     )
-    net(torch.randn(64, 1, 8, 8)).square().mean().backward()
+    net(torch.randn(4, 1, 8, 8)).square().mean().backward()
     optimizer.step()
     assert optimizer.telemetry()["directions"] == reported
-    assert optimizer.telemetry()["small_batch_size"] == 32.0
+    assert optimizer.telemetry()["small_batch_size"] == 2.0
 
 
 def test_one_rank_without_micro_steps_also_reports_that_batch_normalization_keeps_the_directions():

@@ -38,7 +38,7 @@ def assert_identical(records: list[dict]) -> None:
 
 
 def test_weights_and_factors_are_bit_identical_on_two_ranks(two_ranks):
-    assert len(two_ranks) == 21
+    assert len(two_ranks) == 23
     for records in two_ranks.values():
         assert len(records) == 2
         assert_identical(records)
@@ -70,6 +70,11 @@ def test_policy_measure_reports_the_noise_scale_and_changes_no_bit_of_the_weight
     assert measured[0]["digests"] == unwrapped[0]["digests"] == two_ranks["none"][0]["digests"]
     assert measured[0]["noise_scale"] == measured[1]["noise_scale"] > 1.0
     assert unwrapped[0]["noise_scale"] is two_ranks["none"][0]["noise_scale"] is None
+
+
+def test_batch_normalization_that_one_rank_sees_slows_the_growth_of_the_factor_on_both(two_ranks):
+    for record in two_ranks["gain-normalized-twice"]:
+        assert 1.0 < record["factors"][0] <= 2.0 ** (2 / 88 * record["steps_per_record"]), "instead of 1.1 per step"
 
 
 def test_policies_lead_to_different_weights(two_ranks):
