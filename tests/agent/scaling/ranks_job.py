@@ -20,7 +20,7 @@ from benchmarks.support.gloo import print_results_of_all_ranks
 from tula_agent.scaling import Ags, Gain, Static, TulaOptimizer, taps
 from tula_agent.scaling.policies import Served
 
-STEPS = 60
+STEPS = 200
 SHORT_STEPS = 25  # of the scenarios that vary what the long ones prove
 SERVED_AT = 10
 LONG = ("gain", "ags")
