@@ -64,7 +64,7 @@ POSITIONS = 64
 NORMALIZED_UP_TO = 4.0
 """B / b up to which networks with batch normalization keep the gradient's directions.
 
-On development cases at 2 and 4 times the base batch, turning made such networks up to 2.4 points less accurate; at 8 to
+On development cases at 2 and 4 times the base batch, turning made such networks up to 2.3 points less accurate; at 8 to
 32 times, it made those networks more accurate that lose several points without it.
 """
 
