@@ -120,4 +120,5 @@ def test_no_rule_that_is_recommended_was_clearly_worse_than_another_in_the_exper
         assert times <= MOST_TIMES
         for other in row["methods"].keys() - {"small batch", "Tula default"}:
             lead, half = row["default_minus"][other]
-            assert lead >= -half, (row["case"], other)  # equal where the default is this rule
+            the_same = lead == half == 0.0  # the default is this rule in this case
+            assert lead > -half or the_same, (row["case"], other)

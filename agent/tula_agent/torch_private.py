@@ -24,8 +24,8 @@ from tula_agent.allocations import Allocation
 _HALVES = (torch.float16, torch.bfloat16)
 _EXACT = ("none", "ieee")  # values of `fp32_precision`
 
-BATCH_NORMS = (torch.nn.modules.batchnorm._BatchNorm,)
-"""Classes of batch normalization; no public class is the base of all of them, and libraries derive from this one."""
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+"""Base class of all batch normalization, also of other libraries; torch has no public class for this."""
 
 # Process groups.
 

@@ -61,7 +61,7 @@ def measure(device: torch.device, smoke: bool) -> Row:
     model = nn.parallel.DistributedDataParallel(resnet(depth, channels=3, num_classes=1000, width=width).to(device))
     batch = (torch.randn(size, 3, side, side, device=device), torch.randint(1000, (size,), device=device))
     inner = torch.optim.SGD(model.parameters(), lr=1e-3)
-    # At so many times the base batch, steps are turned although the network has batch normalization.
+    # With such a small base batch, steps are turned although the network has batch normalization.
     optimizer = TulaOptimizer(inner, global_batch_size=size * dist.get_world_size(), small_batch_size=1)
     with_comm, exposed = _train(model, optimizer, batch, steps)
     equal = _equal_on_all_ranks(model)

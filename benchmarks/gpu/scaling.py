@@ -88,7 +88,9 @@ def measure(policy: Policy, size: int, device: torch.device, smoke: bool) -> Row
 
 
 def _wrapped(inner: torch.optim.Optimizer, policy: Policy, size: int) -> TulaOptimizer:
-    """Wrap `inner` at 8 times the base batch, at which steps are turned although ResNet-50 has batch normalization."""
+    """Wrap `inner` with a batch of 8 times the base batch, so that ResNet-50's steps are turned despite batch
+    normalization.
+    """
     return TulaOptimizer(
         inner, global_batch_size=MICRO_STEPS * size, small_batch_size=max(1, MICRO_STEPS * size // 8), policy=policy
     )

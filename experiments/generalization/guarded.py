@@ -50,9 +50,9 @@ FURTHER = {
     Case("glyphs", "residual", 512, 4): None,
     Case("glyphs", "depthwise", 512, 4): None,
 }
-"""Cases that test the guard only, chosen on 2026-11-29 before any of them was trained as recommended; and base rates.
+"""Base rates of the cases that test only the guard; None means the rate of best validation accuracy at the base batch.
 
-None means the rate of best validation accuracy at the base batch.
+The cases were chosen on 2026-11-29, before any of them was trained as recommended.
 """
 DEFAULT = {adam: next(m for m in (ADAM_METHODS if adam else METHODS) if m.role == "default") for adam in (False, True)}
 
@@ -229,9 +229,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[Guarded] = []
     tuning = Campaign(arguments.runs, workers=arguments.workers)
     for epochs in arguments.epochs:
-        mode, path, campaign = replace(quick, epochs=epochs), arguments.runs, tuning
+        mode, campaign = replace(quick, epochs=epochs), tuning
         if epochs != quick.epochs:
-            path = None if path is None else path.with_stem(f"{path.stem}-{epochs}-epochs")
+            path = arguments.runs and arguments.runs.with_stem(f"{arguments.runs.stem}-{epochs}-epochs")
             campaign = Campaign(path, workers=arguments.workers)
         for case in mode.cases if arguments.smoke else (*mode.cases, *FURTHER):
             rate = rates.get(case.name) or FURTHER.get(case)

@@ -278,6 +278,7 @@ def test_the_proof_of_the_guard_profiles_chooses_and_trains_at_the_batch_that_th
     seen = guarded.profile(case, mode, learning_rate=0.05)
     assert (len(seen.noise), seen.small_batch_size) == (16, 64.0)
     assert not seen.directions, "the network has batch normalization"
+    assert guarded.profile(replace(case, network="vgg"), mode, learning_rate=0.05).directions
     guarded.main(["--smoke", "--seeds", "1", "--epochs", "1", "--json", str(tmp_path / "guarded.json")])
     report = json.loads((tmp_path / "guarded.json").read_text())
     assert (report["cells"], report["cells.over_a_point"]) == (2, 0)

@@ -15,8 +15,8 @@ from torch import nn
 from tula_agent.allocations import Allocation, AllocationModel, segments_grow
 from tula_agent.batches import map_tensors, tensors_in
 from tula_agent.torch_private import (
-    BATCH_NORMS,
     AllocationTrace,
+    BatchNorm,
     autocast_dtype,
     rounds_products,
     storage_key,
@@ -161,7 +161,7 @@ def estimate_memory(
         batch_bytes_per_sample=sum(t.numel() * t.element_size() for t in tensors) // size,
         activation_checkpointing=twice.recomputes,
         precision=_find_precision(model),
-        batch_normalization=any(isinstance(module, BATCH_NORMS) for module in model.modules()),
+        batch_normalization=any(isinstance(module, BatchNorm) for module in model.modules()),
         operations_per_step=twice.operations,
         convolution_elements_per_sample=(twice.convolution_elements - once.convolution_elements) // (times * size)
         or None,

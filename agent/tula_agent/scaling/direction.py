@@ -36,7 +36,7 @@ from torch.nn import functional
 
 from tula_agent.guard import logger
 from tula_agent.scaling.ranks import Ranks, owners
-from tula_agent.torch_private import BATCH_NORMS, exact_products, foreach_subtract_, norms, to_device
+from tula_agent.torch_private import BatchNorm, exact_products, foreach_subtract_, norms, to_device
 
 DAMPING = 0.25
 """The constant c, chosen from 0, 1/4, 1 and 4 on development cases; with batch normalization, 1/4 and 1 work equally
@@ -64,8 +64,8 @@ POSITIONS = 64
 NORMALIZED_UP_TO = 4.0
 """B / b up to which networks with batch normalization keep the gradient's directions.
 
-On development cases at 2 and 4 times the base batch, turning made such networks up to 2.3 points less accurate; at 8 to
-32 times, it made those networks more accurate that lose several points without it.
+On development cases at 2 and 4 times the base batch, turning made such networks up to 2.3 points less accurate. At 8 to
+32 times, turning made networks more accurate if they lost several points without it.
 """
 
 FROZEN = (
@@ -74,7 +74,7 @@ FROZEN = (
     "group with direction=False"
 )
 
-_TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+_SEARCHED_KINDS = (torch.nn.Embedding, torch.nn.EmbeddingBag, BatchNorm)
 _LEAST = 1e-6  # minimum of nu / |U|^2
 _NOISY = 1e4  # nu / |U|^2 above which D differs from U by less than 1e-4 of its length
 
@@ -225,8 +225,8 @@ class Shape:
         return 6 * self.rows * self.columns * self.positions
 
 
-def owned_by(kinds: Sequence[type[torch.nn.Module]], parameters: Sequence[torch.Tensor]) -> list[bool]:
-    """Return a flag for each of `parameters`, True if it is the `weight` or `bias` of a module of these kinds.
+def weights_of(kinds: Sequence[type[torch.nn.Module]], parameters: Sequence[torch.Tensor]) -> list[bool]:
+    """Return a flag for each of `parameters`, True if it is the `weight` of a module of these kinds.
 
     An optimizer refers only to tensors, so this function asks the garbage collector for the instances of the classes in
     this process, which takes tens of milliseconds. The collector does not list objects that `gc.freeze` has hidden, so
@@ -235,11 +235,10 @@ def owned_by(kinds: Sequence[type[torch.nn.Module]], parameters: Sequence[torch.
     classes = tuple(kind for ancestor in kinds for kind in _family(ancestor))
     modules = [item for item in gc.get_referrers(*classes) if any(type(item) is kind for kind in classes)]
     # Do not read `module.weight`: a parametrized module would compute the weight, which may change buffers or raise.
-    own = [vars(module).get("_parameters", {}) for module in modules]
-    owned = {id(values.get(name)) for values in own for name in ("weight", "bias")}
+    weights = {id(vars(module).get("_parameters", {}).get("weight")) for module in modules}
     if gc.get_freeze_count() and _hidden(parameters):
         logger.warning(FROZEN)
-    return [id(parameter) in owned for parameter in parameters]
+    return [id(parameter) in weights for parameter in parameters]
 
 
 def _family(kind: type) -> Iterator[type]:
@@ -379,10 +378,10 @@ class Directions:
         The optimizer calls this method in every step, also after a resume, so that all ranks know the modules before
         they compute a factor.
         """
-        places = self._places() if self._turns else []
-        if len(places) != self._searched:
-            self._find_modules([parameter for _, parameter in places])
-            self._searched = len(places)
+        number = sum(len(group["params"]) for group in self._inner.param_groups)
+        if self._turns and number != self._searched:
+            self._find_modules([parameter for group in self._inner.param_groups for parameter in group["params"]])
+            self._searched = number
 
     def plan(self, batch_size: float | None) -> tuple[int, ...]:
         """Choose the matrices to turn at this global batch size, after `search`.
@@ -430,15 +429,13 @@ class Directions:
         """Return all matrices of torch's own SGD, in the order of parameters; empty for other optimizers."""
         if not self._turns:
             return []
+        places = [(group, parameter) for group in self._inner.param_groups for parameter in group["params"]]
         return [
             _Matrix(index, parameter, group, shape)
-            for index, (group, parameter) in enumerate(self._places())
+            for index, (group, parameter) in enumerate(places)
             if parameter.requires_grad and group.get("direction", True) and index not in self._tables
             if (shape := matrix_shape(parameter)) is not None
         ]
-
-    def _places(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
-        return [(group, parameter) for group in self._inner.param_groups for parameter in group["params"]]
 
     def _find_modules(self, parameters: Sequence[torch.Tensor]) -> None:
         """Find embedding tables and batch normalization that at least one rank sees, since ranks may have different
@@ -446,7 +443,7 @@ class Directions:
 
         This method computes a sum over ranks, so all ranks must call it in the same step.
         """
-        flags = torch.tensor(owned_by((*_TABLES, *BATCH_NORMS), parameters), dtype=torch.float32, device="cpu")
+        flags = torch.tensor(weights_of(_SEARCHED_KINDS, parameters), dtype=torch.float32, device="cpu")
         found = self._ranks.sum_(flags.to(parameters[0].device)).tolist()
         owned = [place for place, ranks in enumerate(found) if ranks]
         self._tables = frozenset(place for place in owned if parameters[place].ndim >= 2)

@@ -30,7 +30,7 @@ DENSE_STEPS = 512  # each of the first steps is measured, then every eighth
 MEASURE_DENSE_STEPS = 128  # for policy `measure`; a launch of three batch sizes has at most 105 steps
 SPARSE_EVERY = 8
 NORMALIZED_RAMP = 88.0
-"""Number of base batches after whose examples the factor may reach B / b, with batch normalization and B / b below 4.
+"""Number of base batches of examples before the factor may reach B / b, with batch normalization and B / b below 4.
 
 On one of seven development cases at twice the base batch, a growth of 1.1 cost 1.6 points, and no other difference was
 significant. At 4 times the base batch, a slower growth made no difference on development cases.
@@ -144,7 +144,7 @@ class GainRule:
             self._statistics.warn(LEFT_OUT)
 
     def _factor(self, numbers: Numbers) -> float:
-        """Return r^power, but at most s_max and a growth of the last factor; 1 before the first measurement.
+        """Return r^power, limited by s_max and by its growth in a step; 1 before the first measurement.
 
         s_max is at most B / b_small.
         """

@@ -85,7 +85,7 @@ def digest(model: nn.Module) -> str:
 
 def run(name: str, rank: int, world_size: int, steps: int) -> dict[str, object]:
     # With batch normalization, steps would keep their directions in the scenarios whose B / b is 2 or 4.
-    normalized = name.startswith("gain-normalized") or not name.startswith("gain")
+    normalized = name.startswith(("gain-normalized", "gain-adamw")) or not name.startswith("gain")
     module = Embedded() if name == "gain-embedding" else network(normalized=normalized)
     ddp = nn.parallel.DistributedDataParallel(module)
     if name in ("gain-embedding", "gain-normalized-twice") and rank == 1:
@@ -149,7 +149,6 @@ def run(name: str, rank: int, world_size: int, steps: int) -> dict[str, object]:
         "factors": factors,
         "versions": versions,
         "noise_scale": noise_scale,
-        "steps_per_record": steps // 5,
     }
 
 

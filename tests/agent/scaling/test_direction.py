@@ -311,7 +311,7 @@ def normalized(policy: Gain, *, ratio: int, norm: Callable[[int], nn.Module] = n
 
 
 def take_steps(net: nn.Module, optimizer: TulaOptimizer, *, ratio: int, steps: int = 3) -> list[torch.Tensor]:
-    """Train for some steps of `ratio` times the base batch; return copies of the weights."""
+    """Train for `steps` steps with `ratio` times the base batch; return copies of the weights."""
     draw = torch.Generator().manual_seed(ratio)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -415,6 +415,7 @@ def test_a_model_that_is_hidden_from_the_garbage_collector_is_warned_of(caplog):
     finally:
         gc.unfreeze()
     assert "call gc.freeze() after the first optimizer step" in caplog.text
+    assert "put the weights of embeddings into a parameter group with direction=False" in caplog.text
 
 
 def test_a_grad_scaler_changes_no_bit_of_turned_steps_and_a_skipped_step_leaves_no_trace():
